@@ -1,8 +1,8 @@
 """Assign GPUs to workers before anything starts, so that no two workers share a GPU by accident.
 
 Each rank of a gang needs one GPU. Each replica of the engine needs as many as it has ranks. Each scoring worker needs
-one if rewards have models (`Gang.gpus`). A *unit* is placed together: the ranks of a gang on one host, or one replica.
-Two ranks of a unit never share a GPU, because NCCL would refuse that.
+one if rewards have models and the gang's `device` is auto (`Gang.gpus`). A *unit* is placed together: the ranks of a
+gang on one host, or one replica. Two ranks of a unit never share a GPU, because NCCL would refuse that.
 
                 GPU     0    1    2    3
     train (4 ranks)     0    1    2    3                        the larger units first, each on GPUs of its own
@@ -60,12 +60,12 @@ def device_problems(
     share: bool,
     device_sharing: DeviceSharing = (),
 ) -> Iterator[Problem]:
-    """Yield the problems of a placement that cannot get its GPUs.
+    """Yield the problems of a placement whose hosts have too few GPUs.
 
     Args:
-        hosts: the host of each worker.
-        num_gpus: GPUs of each host; 0 if everything is computed on CPUs.
-        share: `placement.oversubscribe`.
+        hosts: worker -> its host.
+        num_gpus: host -> its number of GPUs; 0 if everything is computed on CPUs.
+        share: True if gangs may share a GPU (`placement.oversubscribe`).
         device_sharing: `placement.device_sharing`.
     """
     for host, available in num_gpus.items():
@@ -93,9 +93,9 @@ def plan_devices(
     num_gpus: Mapping[str, int],
     device_sharing: DeviceSharing = (),
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return the GPUs of each worker, as indices on its host; empty if the worker needs none or the host has none. The
-    placement must be one that `device_problems` accepts. Except under `device_sharing`, workers share GPUs only if
-    there are too few."""
+    """Return worker -> the indices of its GPUs on its host. There are no indices if the worker needs no GPU or the host
+    has none. The placement must be one that `device_problems` accepts. Except under `device_sharing`, workers share
+    GPUs only if there are too few."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
@@ -160,8 +160,8 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Return the units of a host that get GPUs of their own. Also return, for each gang that uses the GPUs of another
-    gang: (name of the other gang, the units that use its GPUs)."""
+    """Divide the units of a host. Return the units that get GPUs of their own, and one pair for each gang that uses the
+    GPUs of another gang, its leader: (name of the leader, units of the gang that uses the leader's GPUs)."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
@@ -221,8 +221,8 @@ def _assign_gpus(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[i
 
 
 def _too_large_problem(unit: _Unit, host: str, available: int, total_text: str) -> Problem:
-    """Return the problem of a unit that needs more GPUs than its host has. `total_text`: a text with the GPUs that all
-    units need, or ""."""
+    """Return the problem of a unit that needs more GPUs than its host has. `total_text`: text for the end of the
+    message that says how many GPUs all units need together, or ""."""
     name = unit.gang.name
     also = f"; {total_text}" if total_text else ""
     if Role.GENERATE in unit.gang.roles:
@@ -237,7 +237,8 @@ def _too_large_problem(unit: _Unit, host: str, available: int, total_text: str) 
 
 
 def _too_many_problem(units: Sequence[_Unit], host: str, available: int) -> Problem:
-    """Return the problem of too many workers. It names the gang that needs the most GPUs."""
+    """Return the problem of a host whose workers need more GPUs than it has. The problem names the gang that needs the
+    most GPUs."""
     by_gang = _gpus_of_gangs(units)
     most = max(by_gang, key=by_gang.__getitem__)
     workers = next(unit.gang.workers for unit in units if unit.gang.name == most)
@@ -250,7 +251,7 @@ def _too_many_problem(units: Sequence[_Unit], host: str, available: int) -> Prob
 
 
 def _total_gpus_text(units: Sequence[_Unit]) -> str:
-    """Return the GPUs that units need together, in words."""
+    """Return a text about the number of GPUs that units need together."""
     by_gang = _gpus_of_gangs(units)
     listed = ", ".join(f"{name} {number}" for name, number in by_gang.items())
     return f"the gangs need {sum(by_gang.values())} GPUs ({listed})"

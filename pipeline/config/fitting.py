@@ -1,8 +1,8 @@
 """Compare the memory and the open files that a run is predicted to need with what is available, and find settings that
 would fit.
 
-    WorkerMemory, HostMemory (`memory`) ──► each host, its /dev/shm, each GPU ──► does not fit ──► Problem: the bytes
-    that are needed, the bytes available, and the layouts or the size of the cache with which the run would fit
+    WorkerMemory, HostMemory (`memory`) ──► compared with each host, its /dev/shm and each GPU ──► Problem if the run
+    does not fit: the bytes needed, the bytes available, and the layouts or the cache size with which it would fit
 
 The functions about memory are pure. Those about open files read and raise this process's limit.
 """
@@ -52,9 +52,9 @@ def memory_problems(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
 ) -> Iterator[Problem]:
     """Yield the problems of a run that is predicted not to fit. There is at most one problem about the memory of hosts,
-    and one about /dev/shm. A GPU counts for the gang that takes the most memory on it, and each gang has at most one
-    problem about GPUs. Each problem names changes that may help. `hosts`: the host of each worker; None: all on this
-    host."""
+    and one about /dev/shm. Each GPU counts for the gang of the worker that takes the most memory on it. Each gang has
+    at most one problem about GPUs: the problem of its fullest GPU. Each problem names changes that may help. `hosts`:
+    worker -> its host; None: all workers are on this host."""
     hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
@@ -118,8 +118,8 @@ def fitting_layouts(
 
 
 def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None) -> int:
-    """Return the largest `engine.kv_budget_mb`, up to the config's, with which the run is predicted to fit. Return 0 if
-    no cache fits, or the largest that fits could not hold a row."""
+    """Return the largest `engine.kv_budget_mb`, up to the config's value, with which the run is predicted to fit.
+    Return 0 if the run does not fit with any cache, or only with a cache that could not hold one row."""
     config = run.config
 
     def too_much(megabytes: int) -> bool:
@@ -141,7 +141,8 @@ def _fits(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | N
 
 
 def _host_problem(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], host: HostMemory) -> Problem:
-    """Return the problem of a host whose memory is too small. It names the gang that takes the most of it."""
+    """Return the problem of a host whose memory is too small. The problem names the gang that takes the most of this
+    memory."""
     gangs = {gang.name: gang for gang in run.config.gangs()}
     largest = max(host.items.keys() & gangs.keys(), key=lambda name: host.items[name])
     listed = _largest(host.items)
@@ -227,7 +228,8 @@ def _max_bytes_at_once(
 ) -> int:
     """Return the most bytes that these workers hold on a GPU at one time. In a group of gangs that share devices, one
     gang is active at a time and counts in full. The others count with the bytes that they leave on the device. The
-    active gang is taken to be the gang for which the sum is largest. `shares`: number of GPUs of each worker."""
+    active gang is taken to be the gang for which the sum is largest. `shares`: worker -> the number of GPUs over which
+    its bytes are spread."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:

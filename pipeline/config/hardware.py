@@ -34,7 +34,8 @@ class HardwareConfig:
     description: str = "???"
     """The node in words."""
     gpu: str = ""
-    """Name of a GPU as CUDA reports it, by which `stageline doctor` finds the file; "" without GPUs or if not known."""
+    """Name of a GPU as CUDA reports it. `stageline doctor` finds this file by the name. "" if there are no GPUs or the
+    name is not known."""
     gpus_per_node: int = setting("???", at_least(0))
     """GPUs of a whole node. 0: everything is computed on the cores."""
     device_memory_gib: float = setting("???", at_least(0))
@@ -142,7 +143,7 @@ class HardwareCluster:
 
     @property
     def share(self) -> float:
-        """Share of a whole node that is used: that of its GPUs, or 1 for a node without GPUs."""
+        """Share of a whole node that is used: the share of its GPUs, or 1 for a node without GPUs."""
         return self.gpus_per_node / self.hardware.gpus_per_node if self.hardware.gpus_per_node else 1.0
 
     @property

@@ -66,7 +66,8 @@ KEYS_WITHOUT_EFFECT = (
     "evaluate.select.*",
 )
 """Settings that do not change what is computed: names, directories, tracking, predictions, alarms, processes, timeouts,
-exports, the choice of the best version. (Judges' budgets belong here too; their keys depend on the parts.)"""
+exports, the choice of the best version. (The budgets of judges belong here too, but their keys depend on the names of
+the reward's parts: `RunConfig.judge_budgets`.)"""
 CHANGEABLE_KEYS = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",
@@ -76,7 +77,7 @@ CHANGEABLE_KEYS = {
     "evaluate.every": "which versions are evaluated; those that are past are made again for it",
     "mismatch.alarm_nats": "when somebody is told",
 }
-"""Settings in the digest that may change -> the reason."""
+"""Setting that is in the digest and may change -> the reason why it may."""
 POOL_KEYS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
 """Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
 _LOCATION_KEYS = frozenset({"name", "runs_dir"})
@@ -103,7 +104,7 @@ def config_sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict
 
 
 def flatten_sections(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the key paths and values of nested sections. An empty section counts as a value."""
+    """Return key path -> value for all settings of nested sections. An empty section counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
@@ -187,8 +188,9 @@ _WAY_ON = "Put it back, or remove it: a run whose commits are all of its config 
 
 @dataclass(frozen=True)
 class Statement:
-    """A driver's record of the run. The first statement is written when the run starts. Another is appended after each
-    change."""
+    """A driver's record of the config and the software of a run. The first statement is written when the run starts.
+    Another is appended when the run is resumed, if config or software have changed or the run continues from a
+    checkpoint whose later commits were archived."""
 
     time: float
     """Seconds since the epoch."""
@@ -208,18 +210,19 @@ class Statement:
 
 @dataclass(frozen=True)
 class GangNumerics:
-    """The numeric fingerprint of a gang's workers."""
+    """A numeric fingerprint that workers of a gang have had. A gang has one for each different set of facts."""
 
     gang: str
     fingerprint: str
     """Shortened digest of `items`. Commits store it."""
     items: Mapping[str, str]
-    """The facts, by name, on which the last bits of the worker's results depend."""
+    """Name -> value of each fact on which the last bits of a worker's results depend, such as the processor, the
+    compiler and the kernels."""
     worker: str
     """Name of the first worker with this fingerprint."""
     time: float
     statement: int
-    """Number of the statement under which the fingerprint was first seen."""
+    """Index in `Identity.statements` of the statement under which the fingerprint was first seen."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,8 @@ class Identity:
         return frozenset(statement.config_hash for statement in self.statements)
 
     def numerics_of(self, gang: str) -> list[GangNumerics]:
-        """Return the numerics of a gang's workers since the last statement with `anew`, oldest first."""
+        """Return the numerics of a gang that were first seen under the last statement with `anew` or a later one,
+        oldest first. If no statement has `anew`, return all numerics of the gang."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
         return [known for known in self.numerics if known.gang == gang and known.statement >= since]
 
@@ -272,9 +276,9 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 
 
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
-    """Return the differences between the saved config and the last statement. Return an empty list too if the saved
-    config equals the config of the last but one statement: a driver may have died after it wrote a statement and before
-    it wrote the config."""
+    """Return the changes from the config of the last statement to the saved config. Return an empty list too if the
+    saved config equals the config of the last but one statement: a driver may have died after it wrote a statement and
+    before it wrote the config. `saved`: the config in the run's directory, as sections."""
     changes = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in changes else changes[-1]
 

@@ -7,7 +7,7 @@ errors at once.
 The last part is about variants, which are trained on another run's recorded rollouts. `MAY_DIFFER` lists the settings
 (patterns of `fnmatch`) in which a variant may differ from its parent:
 
-    rollouts, scores, the reference's log-probs    taken as recorded: the settings that they depend on are the parent's
+    rollouts, scores, the reference's log-probs    taken as recorded, so the settings behind them are the parent's
     log-probs and values at the step's start       computed again, by the variant's own policy and critic
     advantages, both updates                       computed again
 """
@@ -363,8 +363,8 @@ def readable_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
 ) -> RunConfig | None:
     """Return the config of sources that `load_config` refuses, so that the files named in the config can still be
-    checked. The `refused` settings get their defaults, if they have any. Return None if the sources cannot be
-    merged."""
+    checked. The `refused` settings get their defaults, if they have any. Return None if no config can be made of the
+    sources."""
     try:
         merged, _ = _merge(RunConfig, _sources(files, overrides))
         for key in OmegaConf.missing_keys(merged):
@@ -399,8 +399,8 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
 
 
 def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
-    """Return the content of one file as the dataclass `schema`. Only its keys and their types are checked. Raises
-    ConfigError."""
+    """Return the content of one file as the dataclass `schema`. Raises ConfigError if the file cannot be read, or has
+    an unknown key, a value of a wrong type or a missing value. Nothing else is checked."""
     return _load(schema, _sources([file], []))
 
 
@@ -410,8 +410,9 @@ def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) 
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, source_name: str = "the saved config") -> RunConfig:
-    """Return the config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `source_name`, if
-    the text is damaged or was written by a version with other settings."""
+    """Return the config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError if the text is damaged or
+    was written by a version with other settings, or if an override is wrong. `source_name`: name of the text in
+    errors."""
     return _to_run_config(_load(RunConfig, [(source_name, _parse(text, source_name)), *_sources([], overrides)]))
 
 
@@ -419,9 +420,9 @@ def read_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Return the config in a run's directory, with `key=value` overrides.
 
     Raises:
-        OtherProgramsConfig: it is the config of another program.
-        ConfigError: it cannot be read, or lacks a setting. A written config has all settings, so a missing one means
-            damage, and its default may not be the run's value.
+        OtherProgramsConfig: the file is the config of another program.
+        ConfigError: the file cannot be read or lacks a setting, or an override is wrong. A written config has all
+            settings, so a missing setting means damage, and its default may not be the run's value.
     """
     where = str(path)
     try:
@@ -611,7 +612,7 @@ def write_config(
 
 
 def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, str]:
-    """Return key paths and values as strings, without secrets, for MLflow's parameters."""
+    """Return key path -> value, both as text, for MLflow's parameters. Secrets and empty mappings are left out."""
     return {
         key: str(value) for key, value in flatten_sections(redacted(config_sections(config))).items() if value != {}
     }
@@ -650,8 +651,9 @@ MAY_DIFFER = {
 
 
 def variant_config(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
-    """Return the parent's config with `key=value` overrides, and the list of changes except those of `name` and
-    `runs_dir`. Raises ConfigError if a variant cannot change one of the keys, or would have its parent's directory."""
+    """Return the parent's config with `key=value` overrides, and the list of all changes except changes of `name` and
+    `runs_dir`. Raises ConfigError if an override is wrong, if a variant may not change one of the keys, or if it would
+    have its parent's directory."""
     variant = load_yaml(to_yaml(parent), overrides)
     changed = config_changes(config_sections(parent), config_sections(variant))
     for problem in variant_problems(changed):

@@ -148,7 +148,7 @@ class PlannedRun:
     """The model at `model.path`."""
     on_gpus: bool
     own: Mapping[Role, PlannedModel] = field(default_factory=dict)
-    """Models of the roles whose model is not the policy's."""
+    """Role -> its model, for each role whose model is not the model at `model.path`."""
     scorers: Sequence[PlannedScorer] = ()
     """Models of rewards. Every scoring worker holds all of them, or its part of them."""
 
@@ -290,8 +290,8 @@ def board_bytes(run: PlannedRun) -> int:
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
-    """Return the directories of published weights on a host with these workers. They are the directory of the policy's
-    gang, if its first rank is on the host, and that of the engine's gang, if one of its replicas is. None stands for
+    """Return the directories of published weights on a host with these workers. The policy's gang has a directory there
+    if its first rank is on the host. The engine's gang has one if one of its replicas is on the host. None stands for
     the default directory."""
     roles, config = run.config.placement.roles, run.config
     publishes = (roles[Role.POLICY], 0) in here
@@ -309,8 +309,8 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
 
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
-    """Return the items of a worker of this pipeline stage. `first`: True for the gang's first rank, which also exports
-    the policy."""
+    """Return item -> bytes of a worker of this pipeline stage. `first`: True for the gang's first rank, which also
+    exports the policy."""
     devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
@@ -338,7 +338,7 @@ def _scorer_bytes(run: PlannedRun, gang: Gang, scorer: PlannedScorer, stage: int
 
 
 def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
-    """Return the items of a rank's models."""
+    """Return item -> bytes of the models of a rank of this pipeline stage."""
     config = run.config
     settings = config.placement.gangs[gang.name]
     layout = settings.layout
@@ -365,8 +365,8 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
 
 
 def _converted_bytes(run: PlannedRun) -> int:
-    """Return the most bytes that an export converts to the run's dtype for one of its files. Only tensors that are not
-    trained are converted: trained tensors are written from the published version."""
+    """Return the maximum number of bytes that an export converts to the run's dtype for one of its files. Only tensors
+    that are not trained are converted: trained tensors are written from the published version."""
     dtype = run.config.model.dtype
     unchanged = parameters(run.spec) - _published_parameters(run)
     return 0 if run.model.stored_dtype == dtype else min(MAX_FILE_BYTES, DTYPE_BYTES[dtype] * unchanged)
@@ -384,7 +384,7 @@ def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroB
 
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:
-    """Return the items of one replica of the engine, summed over its ranks."""
+    """Return item -> bytes of one replica of the engine, summed over its ranks."""
     config, spec, engine, memory = run.config, run.spec, run.config.engine, engine_memory(run)
     number, ranks = DTYPE_BYTES[engine.dtype], config.replica_ranks
     output_layer = spec.vocab_size * spec.hidden_size
@@ -449,11 +449,12 @@ class MemoryLimits:
     shared: float = math.inf
     """Size of /dev/shm."""
     origin: str = ""
-    """Source of the numbers; empty: this host, or the config's own limits."""
+    """Name of the source of these numbers for messages; empty: this host, or the config's own limits."""
 
 
 _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Device files of GPU drivers: NVIDIA's, that of Linux under Windows, AMD's. One exists if a driver is installed."""
+"""Device files of the drivers of NVIDIA's GPUs, of GPUs in Linux under Windows, and of AMD's GPUs. One of the files
+exists if a driver is installed."""
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files of the memory limit in versions 2 and 1 of control groups. Such a file holds a number if the container has a

@@ -64,7 +64,7 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """The output of each worker."""
+        """Directory with the output of each worker."""
         return self.root / "logs"
 
     @property
@@ -86,7 +86,7 @@ class RunPaths:
 
     @property
     def job(self) -> Path:
-        """A submitted job: config, script, number, and the job's output."""
+        """Directory of a submitted job: its config, script, id and output."""
         return self.root / "job"
 
     def weights(self, version: int) -> Path:
@@ -135,13 +135,14 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
 # checkpoints become the weights. Commands that only show a run read it as data and need no check.
 
 TRUSTED = "STAGELINE_TRUST"
-"""Name of the environment variable that lists trusted directories, separated by colons. Their content is trusted
-whoever wrote it. This is no config key, because the config is itself in the directory to trust."""
+"""Name of the environment variable that lists trusted directories, separated by colons. Their content is trusted, no
+matter who wrote it. This is no config key, because the config is itself in the directory to trust."""
 
 
 def refuse_foreign(run_dir: Path) -> None:
     """Raise ConfigError if another account can change a run's directory or files in it that this process would execute.
-    The error names the file and a remedy. If the directory does not exist yet, the directories above it are checked."""
+    The error names the file and a remedy. If the directory does not exist yet, the directories above it are checked.
+    Nothing is checked in a directory of `TRUSTED`."""
     trusted = [Path(one).resolve() for one in os.environ.get(TRUSTED, "").split(os.pathsep) if one]
     if any(run_dir.resolve().is_relative_to(one) for one in trusted):
         return

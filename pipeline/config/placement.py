@@ -33,11 +33,11 @@ class GangConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     offload: Offload = "none"
     """Parts of the gang's models that leave its devices while they are not needed. gradients: the gradient buffers of a
-    model, except during its update. idle: also those models of policy, critic and reference that are idle; they move to
+    model, except during its update. idle: also each model of policy, critic and reference while it is idle; it moves to
     the host's memory. idle needs GPUs."""
     device: Literal["auto", "cpu"] = "auto"
-    """Devices of reward models and local judges. auto: GPUs, one for each worker, if the hosts have any; cpu: CPUs
-    although the hosts have GPUs. Other models always compute on GPUs if there are any."""
+    """Devices of reward models and local judges. auto: GPUs, one for each worker, if the hosts have any; cpu: CPUs,
+    even if the hosts have GPUs. Other models always compute on GPUs if there are any."""
     weights_dir: str | None = setting(
         None,
         local_directory(),

@@ -84,7 +84,8 @@ def recorded_devices(config: RunConfig, identity: Identity | None) -> list[Devic
 
 
 def engine_line(config: RunConfig, device: Device) -> str:
-    """Return a line for users: the engine, its capabilities, and its Python interpreter if that is not ours."""
+    """Return a line for users: the engine, its capabilities, and its Python interpreter if it has an environment of its
+    own."""
     elsewhere = f"; its Python is {config.engine.python}" if config.engine.python else ""
     return f"engine {config.engine.kind} on {device}: {config.capabilities(device)}{elsewhere}"
 
@@ -170,7 +171,8 @@ class Preflight:
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
-    """Run `check_secrets`, then `check_run_directory` and `preflight`; report the errors of the last two together."""
+    """Run `check_secrets`, then `check_run_directory` and `preflight`, and return what they have read. The errors of
+    the last two are raised together."""
     saved = RunPaths(config.run_dir).prompts if resume else None
     directory = partial(check_run_directory, config, resume=resume)
     check_secrets(config)
@@ -320,11 +322,13 @@ def open_tokenizer(config: RunConfig, path: str) -> Tokenizer:
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Check the run's directory and its object store. Leaves no file. If the number of evaluated prompts is None, set
-    it to that of the run in the directory.
+    it to the number of the run that the directory holds.
 
     Raises:
-        ConfigError: the directory or the store cannot be written to, or holds another run. Without `resume`: it holds
-            this run already. With `resume`: config.yaml was edited, or a setting differs that a resumed run must keep.
+        ConfigError: the run's name is no plain name. The directory, a gang's `weights_dir` or the store cannot be
+            written to. The directory holds another run. Without `resume`: the directory or the store holds this run
+            already. With `resume`: config.yaml was edited, a setting differs that a resumed run must keep, or the run's
+            data is missing.
     """
     for problem in plain_name().problems(
         {"name": config.name}
@@ -356,8 +360,8 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
 
 
 def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
-    """Set the number of evaluated prompts, if it is None, to that of the run in a directory. Do nothing if there is no
-    run, or its evaluations have another source."""
+    """If the number of evaluated prompts is None, set it to the number of the run that a directory holds. Do nothing if
+    there is no run, or its evaluations have another source of prompts."""
     if identity is None and not paths.config.exists():
         return
     before = config_sections(read_run_config(paths.config)) if identity is None else identity.latest.config
@@ -478,7 +482,8 @@ def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
-    """Raise ConfigError if an engine's ranks cannot divide this model, or its cache cannot hold one row."""
+    """Raise ConfigError if the ranks of an engine's replica cannot divide this model, or the replica's cache cannot
+    hold one row."""
     engine = config.engine
     try:
         check_division(model, engine.tensor_parallel, engine.pipeline_parallel)

@@ -87,7 +87,7 @@ def _in_mapping(hint: Any) -> Any:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring below each field of a class and its bases."""
+    """Return field -> the docstring below it, for the fields of a class and its bases."""
     docstrings: dict[str, str] = {}
     for base in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body

@@ -1,8 +1,7 @@
 """The configurations of a reward model's training and of a labelling, and their problems.
 
-In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with that
-of a run.
-"""
+In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with the
+configuration of a run."""
 
 from __future__ import annotations
 
@@ -48,12 +47,12 @@ class ScorerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward; master weights are float32."""
     blocks: int | None = setting(None, at_least(1))
-    """Number of the start model's lowest blocks to keep, for a student that is smaller than this model; null: all."""
+    """Number of the model's lowest blocks to keep, to train a student that is smaller than the model; null: all."""
     frozen_blocks: int = setting(0, at_least(0))
     """Number of the lowest blocks that are frozen, with the embeddings. The output of these blocks is computed once per
     row and kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
-    """Memory for the frozen blocks' outputs on a rank."""
+    """Memory of each rank for the outputs of the frozen blocks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     products: Literal["auto", "torch", "onednn"] = "auto"
     """The same as `model.products` of a run."""
@@ -70,8 +69,8 @@ class RewardModelConfig:
     runs_dir: str = setting("runs", local_directory())
     """Parent of the training's directory."""
     seed: int = setting(0, at_least(0))
-    """Seed of the division of the judgements into training, validation and held-out ones, of the groups of texts, and
-    of the head's weights."""
+    """Seed of the division of the judgements into training, validation and held-out judgements, of the groups of texts
+    (`data.group_texts`), and of the initial weights of a new head."""
     model: ScorerConfig = field(default_factory=ScorerConfig)
     data: PreferencesConfig = field(default_factory=PreferencesConfig)
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
@@ -182,9 +181,11 @@ class LabelConfig:
     pairs_per_prompt: int | None = setting(None, at_least(1))
     """Maximum number of pairs per prompt that the judge compares, drawn from all pairs; null: all."""
     min_margin: float = setting(0.0, at_least(0))
-    """Largest margin at which a pair counts as a tie. Ties are left out."""
+    """Largest margin at which a pair counts as a tie. The margin is the difference between the judge's grades for the
+    two responses, or between its preferences for them. Ties are left out."""
     prompts_at_once: int = setting(64, at_least(1))
-    """Prompts per round. The judge is asked about all responses to them, then all their labels are written."""
+    """Prompts per round. In a round the judge is asked about all responses to these prompts, and then all labels are
+    written."""
     threads: int = setting(1, at_least(1))
     """CPU threads."""
 
@@ -219,8 +220,8 @@ def labelling_problems(config: LabelConfig) -> Iterator[Problem]:
 
 
 def _unread_problems(config: LabelConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting that is read only under another source of responses (`responses.run`, `url` or
-    `model`) than the given one."""
+    """Yield a problem for each given setting that nothing reads, because it belongs to another source of responses
+    (`responses.run`, `url` or `model`) than the given source."""
     responses, of_kind = (
         config.responses,
         {"run": ("last_steps",), "url": ("prompt", "responses"), "model": ("per_prompt",)},

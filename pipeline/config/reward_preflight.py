@@ -60,8 +60,8 @@ def already_trained_error(config: RewardModelConfig) -> ConfigError:
 
 
 def read_parts(config: RewardModelConfig) -> TrainingParts:
-    """Return the judgements of a config as rows of tokens: a pure function of its files and the seed. Raises
-    PreferencesError, and ConfigError for a model without a usable tokenizer."""
+    """Return the judgements of a config as rows of tokens. They depend only on the config and its files. Raises
+    PreferencesError if there are no usable judgements, and ConfigError if the model has no usable tokenizer."""
     try:
         tokenizer = read_tokenizer(config.model.path)
         _ = tokenizer.pad_id  # the exported model's config may have to name it

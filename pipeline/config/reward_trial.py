@@ -1,5 +1,5 @@
-"""A trial of a run's rewards before it starts: score short made-up responses to a few of its prompts, with the code of
-the `score` stage. Rewards that load a model or ask a judge are left out."""
+"""A trial of a run's rewards before the run starts: score short made-up responses to a few of the run's prompts, with
+the code of the `score` stage. Rewards that load a model or ask a judge are left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from storage.records import FinishReason, Rollout
 COSTLY = frozenset({"ensemble", "judge", "local_judge", "model"})
 """Kinds of reward that load a model or ask a judge."""
 RESPONSES = ("", "42", "I do not know.")
-"""The made-up responses. The last one counts as cut; the others end with an EOS if `sampling` leaves room for it."""
+"""The made-up responses. The last one counts as cut. The others end with an EOS if there is room for it within
+`sampling.max_new_tokens`."""
 NUM_PROMPTS = 4
 
 

@@ -70,9 +70,9 @@ def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -
     the model at `model.path`. `weights`: False to look only at each config.json.
 
     Raises:
-        ConfigError: the model of the reference or the critic cannot be read, or does not fit the policy: its head, its
-            vocabulary, a context too short for a row, or frozen blocks that differ. Also if a number of blocks in the
-            config does not fit a model.
+        ConfigError: the model of the reference or the critic cannot be read. Its head or its vocabulary does not fit
+            the policy. Its context is too short for a row. Its frozen blocks differ from the policy's. A number of
+            blocks in the config does not fit a model.
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
     specs = dict.fromkeys((Role.POLICY, *others), policy)
@@ -167,7 +167,8 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Raise ConfigError if the frozen blocks that all roles share differ between the models."""
+    """Raise ConfigError if the other model's architecture differs from the policy's, or its frozen blocks, which all
+    roles share, have other weights. The numbers of blocks and of positions may differ."""
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"

@@ -322,6 +322,6 @@ def _engine_problem(config: RunConfig, key: str, given: object, need: str) -> Pr
 
 
 def _other_engines_text(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
-    """Return the part of a message that suggests other engines, or ""."""
+    """Return the part of a message that suggests other engines, or "" if there are none."""
     others = able(config.engine, "cpu", can)
     return f" (or engine.kind={' or '.join(others)})" if others else ""

@@ -61,7 +61,8 @@ class RunConfig:
     runs_dir: str = setting("runs", local_directory())
     """Directory of the runs' directories."""
     seed: int = setting(0, Constraint("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63))
-    """Seed of the prompts' order, the sampling noise, the held-out split, the minibatches and new heads."""
+    """Seed of the prompts' order, the sampling noise, the choice of held-out prompts, the division into minibatches,
+    and the initial weights of new heads."""
     steps: int = setting(10, at_least(1))
     """PPO steps."""
     staleness: int = setting(1, at_least(0, ": 0 is synchronous PPO, 1 or more overlaps"))
@@ -136,7 +137,7 @@ class RunConfig:
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Settings by which evaluations sample."""
+        """Settings of the sampling in evaluations."""
         heat = self.evaluate.temperature
         return self.sampling if heat is None else replace(self.sampling, temperature=heat)
 
@@ -170,13 +171,13 @@ class RunConfig:
         return self.rollout.versions == "inflight"
 
     def capabilities(self, device: Device = "cpu") -> Capabilities:
-        """Return the engine's capabilities. Its numerics may depend on the device."""
+        """Return the engine's capabilities. Some may differ between devices."""
         return capabilities_of(self.engine, device)
 
     @property
     def engine_start_s(self) -> float:
-        """Seconds for an engine in an environment of its own to start. This is less than its worker's start timeout, so
-        that the user sees the engine's error, with the end of its log, before the worker's."""
+        """Seconds that an engine in an environment of its own may take to start. This is less than the start timeout of
+        its worker, so that the user sees the engine's error, with the end of its log, before the worker's error."""
         return 0.8 * self.start_timeout_s
 
     @property
@@ -212,18 +213,18 @@ class RunConfig:
         return ("evaluate.reward", self.evaluate.reward) if has_own else ("reward", self.reward)
 
     def reward_models(self) -> dict[str, Mapping[str, Any]]:
-        """Return the arguments of every reward of kind `model`, by their key path. The rewards must be ones that can be
+        """Return key path -> arguments, for every reward of kind `model`. The rewards must be ones that can be
         built."""
         return self._rewards_of(("model",))
 
     def scoring_models(self) -> dict[str, Mapping[str, Any]]:
-        """Return the arguments of every reward with a model in the scoring worker (kinds `model` and `local_judge`), by
-        their key path. The rewards must be ones that can be built."""
+        """Return key path -> arguments, for every reward with a model in the scoring worker (kinds `model` and
+        `local_judge`). The rewards must be ones that can be built."""
         return self._rewards_of(("model", "local_judge"))
 
     def answer_caches(self) -> dict[str, str]:
-        """Return the directories that the config gives for judges' answers, by the key path of the setting. Judges
-        without this setting keep their answers in the run's directory."""
+        """Return key path -> directory, for every setting of a directory for judges' answers. Judges without this
+        setting keep their answers in the run's directory."""
         judges = self._rewards_of(JUDGES)
         return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
 
@@ -237,7 +238,7 @@ class RunConfig:
         return [note for name, section in sections for note in judge_notes(section, name)]
 
     def rubric_files(self) -> dict[str, str]:
-        """Return the rubric files of judges, by the key path of the setting."""
+        """Return key path -> file, for every setting of a judge's rubric file."""
         judges = self._rewards_of(JUDGES)
         return {
             f"{where}.rubric_file": str(args["rubric_file"]) for where, args in judges.items() if "rubric_file" in args
@@ -261,9 +262,9 @@ class RunConfig:
         )
 
     def exports(self, version: int) -> bool:
-        """Return True if a version is exported when it is published: the last one and every n-th (`export.every`).
-        Under `storage.keep.rollouts` versions cannot be rebuilt later. Then every evaluated version is exported too,
-        because it may become the best."""
+        """Return True if a version is exported when it is published: the last version and every n-th (`export.every`),
+        but never version 0. Under `storage.keep.rollouts` versions cannot be rebuilt later. Then every evaluated
+        version is exported too, because it may become the best."""
         return version > 0 and any(version % period == 0 for period in self._export_periods)
 
     @property

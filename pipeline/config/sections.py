@@ -25,8 +25,8 @@ RULES = (
     "trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates",
     "equal_groups", "cut_responses", "constant_score", "constant_length", "unmoved",
 )  # fmt: skip
-"""Names of the alarms in `alarms.stop`. The journal, MLflow's tags and the table at the end of a run use the same
-names, except for mismatch."""
+"""Names of the alarms in `alarms.stop`. The journal, MLflow's tags and the table at the end of a run use the same names
+for them, except for the alarm `mismatch`."""
 
 _LIMITS = {
     "trainer_idle": "trainer_idle_s",
@@ -229,7 +229,8 @@ class EvaluateConfig:
     shards: int = setting(1, at_least(1))
     """Parts of an evaluation that are generated and scored separately."""
     temperature: float | None = setting(None, at_least(0))
-    """Sampling temperature; null: as in training. Noise is keyed by prompt, so that two evaluations are paired."""
+    """Sampling temperature; null: as in training. If the engine's draws are keyed, all evaluations sample a prompt with
+    the same noise, so that two evaluations can be compared prompt by prompt."""
     prompts: EvaluationPromptsConfig = field(default_factory=EvaluationPromptsConfig)
     reward: RewardPartsConfig = field(default_factory=RewardPartsConfig)
     """Reward of the held-out responses; empty: `reward`."""
@@ -272,10 +273,10 @@ otherwise. exp(0.05) is 1.05. Differences measured on a healthy SmolLM2-135M, me
 in bfloat16 0.014 to 0.031 in the embedded engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
 """Limit of the alarm divided by the difference at version 0, unless the limit is the floor (`alarm_limit`). In healthy
-runs the differences of later versions were 0.6 to 1.3 times that of version 0."""
+runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
 STALE_SHARE = 2 / 3
-"""Factor that the limit is multiplied by if the engine's log-probs are close to those of the weights that sampled the
-tokens (`differs`)."""
+"""Factor that lowers the limit if the engine seems to hold the older weights still, which sampled the tokens
+(`differs`)."""
 
 
 @dataclass
@@ -305,9 +306,9 @@ def differs(difference: float, limit: float, moved: float | None) -> bool:
     """Return True if engine and trainer differ by more than rounding explains.
 
     `moved` is the mean absolute change of the engine's log-probs since older weights sampled the tokens, or None if the
-    same weights did. An engine that still holds the older weights has not moved: it differs from the trainer by the
-    trainer's whole move. An engine with the new weights has moved with the trainer. So the limit is lower if the engine
-    is closer to its earlier log-probs than to the trainer:
+    present weights sampled them. An engine that still holds the older weights has not moved: it differs from the
+    trainer by the trainer's whole move. An engine with the new weights has moved with the trainer. So the limit is
+    lower if the engine is closer to its earlier log-probs than to the trainer:
 
         difference > limit    or    difference > STALE_SHARE * limit  and  moved < difference / 2
     """

@@ -76,7 +76,8 @@ class SlurmGangConfig:
     of its engine ranks. A scoring worker needs one if rewards have models and its gang's `device` is not cpu. Other
     workers need none."""
     cpus_per_worker: int | None = setting(None, at_least(1))
-    """CPUs of each worker. null: `placement.gangs.NAME.threads`, and for a replica that many for each engine rank."""
+    """CPUs of each worker. null: `placement.gangs.NAME.threads`, and for a replica of the engine this number for each
+    of its ranks."""
     partition: str | None = setting(None, _WORD)
     """Partition of these nodes; null: `slurm.partition`."""
     sbatch: list[str] = setting([], _OPTIONS)
@@ -92,8 +93,8 @@ class SlurmConfig:
     partition: str | None = setting(None, _WORD)
     """Partition of the nodes; null: the cluster's default."""
     time_limit: str | None = None
-    """Time limit in Slurm's format: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the
-    partition's."""
+    """Time limit in Slurm's format: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the time
+    limit of the partition."""
     signal_lead_s: int = setting(180, between(1, _LONGEST_LEAD_S))
     """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
@@ -125,7 +126,7 @@ def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
 
 
 def host_gang(config: SlurmConfig, gang: str) -> str | None:
-    """Return the gang whose nodes a gang runs on; None: the batch node."""
+    """Return the gang on whose nodes a gang runs: itself or another. None: it runs on the batch node."""
     own = _gang_settings(config, gang)
     return gang if own.nodes is not None else own.beside
 

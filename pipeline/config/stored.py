@@ -63,7 +63,7 @@ class RunStorage:
 
     @property
     def damaged(self) -> str:
-        """Place of damaged commit records. They are moved there when the run is resumed."""
+        """Place of damaged commit records, to which they are moved when the run is resumed."""
         return f"{self.place}/damaged"
 
     @property
@@ -133,7 +133,8 @@ class Claim:
 
 
 def claim(stored: RunStorage) -> Claim:
-    """Claim the stored data for this process, so that the drivers of other directories end. Raises StoreError."""
+    """Claim the stored data for this process, so that drivers with other directories end. Raises StoreError if the
+    store cannot be read or written."""
     if stored.url is None:
         return Claim(stored, None)
     owner = {"host": socket.gethostname(), "directory": str(stored.directory.resolve()), "time": time.time()}

@@ -94,8 +94,8 @@ def plan_devices(
     device_sharing: DeviceSharing = (),
 ) -> dict[Worker, tuple[int, ...]]:
     """Return worker -> the indices of its GPUs on its host. There are no indices if the worker needs no GPU or the host
-    has none. The placement must be one that `device_problems` accepts. Except under `device_sharing`, workers share
-    GPUs only if there are too few."""
+    has none. `device_problems` must find no problem in the placement. Except under `device_sharing`, workers share GPUs
+    only if there are too few."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:

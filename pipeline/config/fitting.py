@@ -226,10 +226,10 @@ def layout_text(layout: LayoutConfig) -> str:
 def _max_bytes_at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the most bytes that these workers hold on a GPU at one time. In a group of gangs that share devices, one
-    gang is active at a time and counts in full. The others count with the bytes that they leave on the device. The
-    active gang is taken to be the gang for which the sum is largest. `shares`: worker -> the number of GPUs over which
-    its bytes are spread."""
+    """Return the maximum number of bytes that these workers hold on a GPU at one time. In a group of gangs that share
+    devices, one gang is active at a time and counts in full. The others count with the bytes that they leave on the
+    device. The active gang is taken to be the gang for which the sum is largest. `shares`: worker -> the number of GPUs
+    over which its bytes are spread."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:
@@ -280,8 +280,8 @@ def _divisors(number: int) -> list[int]:
 
 
 _OWN_DESCRIPTORS = 128
-"""Open files of a process of a run, without those counted for each worker or rank (below). Measured: 24 in the driver,
-101 in a rank."""
+"""Open files of each process of a run, except files that the next two constants count. Measured: 24 in the driver, 101
+in a rank."""
 _DESCRIPTORS_PER_WORKER = 12
 """Open files of the driver for each worker: pipes of its nanny, and TLS connections. Measured: 12."""
 _DESCRIPTORS_PER_RANK = 16

@@ -3,7 +3,7 @@
     recorded       content                                                   required on resume
     config         every setting, and the digest that commits store          only changes that `change_problems` allows
     model files    digests of weights, config and tokenizer, by role         the same files, in any place
-    reward models  their files' digests, by the key of their arguments       the same files, in the same place
+    reward models  digests of their files, by key path of their arguments    the same files, in the same place
     prompts        digest of their tokens and fields, evaluated prompts too  the same prompts
     software       versions of software that results depend on, to the bit   the same, or `cluster.same_numerics: warn`
     numerics       of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built

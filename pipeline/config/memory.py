@@ -150,7 +150,7 @@ class PlannedRun:
     own: Mapping[Role, PlannedModel] = field(default_factory=dict)
     """Role -> its model, for each role whose model is not the model at `model.path`."""
     scorers: Sequence[PlannedScorer] = ()
-    """Models of rewards. Every scoring worker holds all of them, or its part of them."""
+    """Models of rewards. Every scoring worker holds all of these models, or a part of each."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -510,7 +510,6 @@ def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
 
 
 def weights_bytes(config: RunConfig) -> int:
-    """Return the bytes of published weights on each host that has any. The config must be one that `preflight`
-    accepts."""
+    """Return the bytes of published weights on each host that has any. `preflight` must accept the config."""
     models = role_models(config, read_model("model.path", config.model.path))
     return board_bytes(planned_run(config, models, on_gpus=False))

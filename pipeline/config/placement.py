@@ -27,7 +27,7 @@ class GangConfig:
     """Number of worker processes."""
     threads: int = setting(1, at_least(1))
     """CPU threads of each worker's computation. If a replica has several ranks (engine.tensor_parallel,
-    engine.pipeline_parallel), each rank has this many."""
+    engine.pipeline_parallel), each rank has this number of threads."""
     concurrent_shards: int = setting(1, at_least(1))
     """Shards that each replica of a pool works on at once. Must be 1 for a parallel group."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)

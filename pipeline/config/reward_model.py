@@ -1,7 +1,8 @@
 """The configurations of a reward model's training and of a labelling, and their problems.
 
 In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with the
-configuration of a run."""
+configuration of a run.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ class JudgeConfig:
     kind: str = "???"
     """`judge` or `local_judge`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the judge. They are those of a reward of the same kind."""
+    """Arguments of the judge, the same as for a reward of this kind."""
 
 
 @dataclass

@@ -38,8 +38,8 @@ class TrialResult:
 
 
 def try_rewards(config: RunConfig, checked: Preflight) -> list[TrialResult]:
-    """Try the parts of `reward`, and those of `evaluate.reward` if it is given. Raises ConfigError with the key path of
-    every part that fails."""
+    """Try the parts of `reward`, and the parts of `evaluate.reward` if it is given. Return one result per part that was
+    tried. Raises ConfigError with the key path of every part that fails."""
     sections = {"reward": config.reward} | dict([config.held_out_reward])
     results = run_checks(*(partial(_try_section, config, checked, *one) for one in sections.items()))
     return [tried for of_section in results for tried in of_section]

@@ -34,8 +34,8 @@ def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
-    """Return the directories that models are read from: directory -> key path of the first setting that names it. The
-    config's rewards must be ones that can be built."""
+    """Return the directories that models are read from: directory -> key path of the first setting that names it.
+    Assumes that the config's rewards can be built."""
     model = config.model
     paths = [("model.path", model.path), ("model.reference_path", model.reference_path)]
     paths += [("model.critic_path", model.critic_path)] if config.has_critic else []
@@ -102,7 +102,7 @@ def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
     """Check that each reward model can score this policy's rows, token by token, and that the process of a reward model
-    or local judge holds no other model. The config's rewards must be ones that can be built.
+    or local judge holds no other model. Assumes that the config's rewards can be built.
 
     Raises:
         ConfigError: a vocabulary lacks tokens of the policy or numbers them differently; a context is too short for a

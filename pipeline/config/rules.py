@@ -46,8 +46,8 @@ def validate(config: RunConfig) -> None:
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of each setting and section, and then those across sections. The latter are left out if they
-    mention a setting or section that has a problem already."""
+    """Yield the problems of each setting and section, and then the problems across sections. A problem across sections
+    is left out if it mentions a setting or section that has a problem already."""
     problems = _section_problems(config)
     yield from problems
     wrong = [problem.key for problem in problems]
@@ -91,7 +91,7 @@ def set_default(config: RunConfig, key: str) -> bool:
 
 
 def _section_problems(config: RunConfig) -> list[Problem]:
-    """Return the problems of each setting, and those inside each section."""
+    """Return the problems of each setting, and the problems inside each section."""
     return [
         *setting_problems(config),
         *model_problems(config.model),

@@ -91,7 +91,7 @@ class RunConfig:
     )
     """Predicted seconds of each stage, summed over its nodes of one step. The key `step` has the predicted seconds from
     one step to the next. `stageline plan --write` sets these numbers, and the summary compares them with the measured
-    ones."""
+    seconds."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
@@ -213,13 +213,12 @@ class RunConfig:
         return ("evaluate.reward", self.evaluate.reward) if has_own else ("reward", self.reward)
 
     def reward_models(self) -> dict[str, Mapping[str, Any]]:
-        """Return key path -> arguments, for every reward of kind `model`. The rewards must be ones that can be
-        built."""
+        """Return key path -> arguments, for every reward of kind `model`. Assumes that the rewards can be built."""
         return self._rewards_of(("model",))
 
     def scoring_models(self) -> dict[str, Mapping[str, Any]]:
         """Return key path -> arguments, for every reward with a model in the scoring worker (kinds `model` and
-        `local_judge`). The rewards must be ones that can be built."""
+        `local_judge`). Assumes that the rewards can be built."""
         return self._rewards_of(("model", "local_judge"))
 
     def answer_caches(self) -> dict[str, str]:

@@ -212,8 +212,8 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 @dataclass
 class SelectConfig:
-    """The choice of the best version. It is the evaluated version with the highest mean score, among those within the
-    KL budget."""
+    """The choice of the best version. Among the evaluated versions within the KL budget, it is the version with the
+    highest mean score."""
 
     max_kl: float | None = setting(None, above(0, ", or null for no budget"))
     """KL budget: largest allowed `eval/kl`, in nats per response; null: no budget."""

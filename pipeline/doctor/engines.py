@@ -83,8 +83,8 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
 
 
 def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob, ...]]) -> Finding:
-    """Run the groups of jobs at the same time, each group in a process of its own. On the CPU, one process runs all of
-    them. Compare the results with the reference."""
+    """Run the groups of jobs at the same time, each group in a process of its own. On the CPU, one process runs all
+    jobs and the reference. Compare the results with the result of the reference."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
     on_cpu = jobs[0].device == "cpu"  # then one process runs all jobs, so it loads the libraries once
@@ -107,8 +107,8 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If its draws are keyed, also raise Fault if its rows differ from the reference's, or if they change. They must be
-    the same when they are generated alone, and after other weights were loaded in between."""
+    If its draws are keyed, also raise Fault if its rows differ from the reference's rows, from the rows that it
+    generates alone, or from the rows that it generates after other weights were loaded in between."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -173,7 +173,8 @@ def _test_model(settings: DoctorSettings) -> str:
 
 @cache
 def _run(groups: tuple[tuple[EngineJob, ...], ...], deadline_s: float) -> dict[EngineJob, EngineResult]:
-    """Run groups of jobs at the same time, each group in a process of its own. Return the result of each job."""
+    """Run groups of jobs at the same time, each group in a process of its own. Return job -> result. The results are
+    cached."""
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
         results = [Path(folder, f"{number}.json") for number in range(len(groups))]
         programs = [

@@ -60,7 +60,8 @@ class AllReduceResult:
 
 
 def ranks(settings: DoctorSettings) -> Finding:
-    """Test an all-reduce on this host, with one process per GPU, or with two processes if there are no GPUs."""
+    """Test an all-reduce on this host, with one process per GPU, or with two processes if there are no GPUs. Raises
+    Absent if there is a single GPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 2
     if count < 2:
         raise Absent("fewer than two GPUs")

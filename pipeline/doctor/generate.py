@@ -28,7 +28,7 @@ from storage.codec import decode, encode
 from storage.host import end_with_parent
 
 PROMPTS = (4, 9, 16, 25, 30, 100, 245, 300, 520)
-"""Numbers of tokens of the prompts. Kernels in Triton and C split contexts of more than 256 tokens. The row with 245
+"""Lengths of the prompts in tokens. Kernels in Triton and C split contexts of more than 256 tokens. The row with 245
 prompt tokens exceeds this length during decoding, and the context of the last row has three parts."""
 NEW_TOKENS = 24
 MAX_SEQ = max(PROMPTS) + NEW_TOKENS

@@ -163,8 +163,8 @@ def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: floa
     """Yield a line of text for each copy that is slower than its links allow.
 
     Args:
-        rates: bytes per second of each copy, by "from->to".
-        links: number of NVLinks of each copy, by the same names; 0 for PCIe.
+        rates: name of a copy ("from->to") -> its bytes per second.
+        links: name of a copy -> number of NVLinks that it uses. 0 or no entry: it uses PCIe.
         link: bytes per second of one NVLink."""
     for name, rate in rates.items():
         number = links.get(name, 0)
@@ -175,8 +175,8 @@ def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: floa
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], int]:
-    """Return the number of NVLinks between pairs of GPUs, from the output of `nvidia-smi topo -m`. A cell NV18 stands
-    for 18 links."""
+    """Return (GPU, GPU) -> number of NVLinks between the two, for pairs that have any. `text`: output of `nvidia-smi
+    topo -m`, in which a cell NV18 stands for 18 links."""
     links = {}
     for row in text.splitlines():
         cells = re.sub(r"\x1b\[[0-9;]*m", "", row).split()

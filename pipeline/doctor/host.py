@@ -41,7 +41,7 @@ MAX_REPEATS = 10
 
 
 def limits(settings: DoctorSettings) -> Finding:
-    """Test that a process may open as many files as a run needs."""
+    """Test that a process may open as many files as a run of some twenty workers needs."""
     files, locked = max_descriptors(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if files < MIN_OPEN_FILES:
         advice = (

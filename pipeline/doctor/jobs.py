@@ -74,7 +74,7 @@ class RankResult:
     """Measured bytes of parameters, gradients, master weights and optimizer moments."""
     peak_bytes: int
     """Peak memory during the update, in bytes. On a GPU it is counted by torch. On a CPU it is the state plus the
-    growth of the process between an update of short rows and one of long rows."""
+    growth of the process between an update with short rows only and an update with long rows too."""
     published: Published | None
 
 

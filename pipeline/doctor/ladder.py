@@ -51,7 +51,7 @@ class Finding:
     text: str
     """The result as one line of text."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Measurements by name. Names contain the unit, and values can be written as JSON."""
+    """Name -> measurement. Names contain the unit, and measurements can be written as JSON."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DoctorSettings:
     deadline_s: float = 600.0
     """Seconds after which the processes of a test are killed."""
     engines: Mapping[str, str] = field(default_factory=dict)
-    """Python interpreters of engines that have their own environment, by `engine.kind`."""
+    """`engine.kind` -> Python interpreter, for engines that have an environment of their own."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _run_test(test: DoctorTest, settings: DoctorSettings) -> DoctorResult:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts about the machine that begin a bug report."""
+    """Return the facts about the machine with which a report begins."""
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),

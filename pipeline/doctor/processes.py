@@ -42,7 +42,7 @@ class Program:
 
 
 def run_together(programs: Sequence[Program], deadline_s: float, advice: str) -> None:
-    """Run programs at the same time until all have ended.
+    """Run programs at the same time until all have ended, one has failed, or the deadline has passed.
 
     When the call returns or raises, all programs and all processes in their sessions have ended.
 

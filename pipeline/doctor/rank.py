@@ -2,7 +2,7 @@
 RESULT`.
 
 For each job the rank builds the models that a run would build, computes log-probs and values, and updates policy and
-critic. Then it restores the original models and does the same again. Rank 0 writes the numbers of all jobs to the file
+critic. Then it restores the original models and does the same again. Rank 0 writes the results of all jobs to the file
 RESULT.
 """
 

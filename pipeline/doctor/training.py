@@ -34,11 +34,11 @@ update.
 Rounding can change the sign of a small gradient, and Adam makes small gradients as large as others. The measured
 cosines are 1 - 1e-10 in float32 and 0.96 in bfloat16. The cosine is about 0 for unrelated updates."""
 LAYOUT_TOLERANCE = 1e-3
-"""Largest accepted difference between layouts, in nats. Small differences occur because ranks add up numbers in another
-order."""
+"""Largest accepted difference between a layout's log-probs or losses and those of a single rank, in nats. Small
+differences occur because ranks add up numbers in another order."""
 STATE_SHARE = 1.05
-"""Largest accepted factor between the measured and the predicted state, in either direction. Both count the same
-tensors."""
+"""Largest accepted factor between the measured and the predicted bytes of the state, in either direction. Both count
+the same tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20
 """Largest accepted difference between the measured and the predicted peak: this fraction of the prediction, plus this
 number of bytes.
@@ -47,7 +47,7 @@ The prediction leaves out temporary tensors of the optimizer. On a CPU it leaves
 memory that the allocator keeps (measured: 16 to 23 MB). For a model of a few MB, the test therefore only detects a
 prediction that misses most of the activations."""
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "DP2": (1, 1)}
-"""Tensor-parallel and pipeline-parallel sizes of the tested layouts. Each layout has two ranks."""
+"""Name of a tested layout -> (tensor-parallel size, pipeline-parallel size). Each layout has two ranks."""
 ADVICE = (
     "if that file is another library's, install it again or remove it. Else send the JSON report: it has all output"
 )
@@ -226,7 +226,7 @@ def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
 
 @cache
 def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult]:
-    """Run gangs at the same time, and return the results of each job. They are cached, because several tests need them.
+    """Run gangs at the same time, and return job -> results. The results are cached, because several tests need them.
 
     Raises:
         Absent: a model does not fit into memory.

@@ -269,8 +269,8 @@ def job_shape(config: RunConfig) -> JobShape:
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
     """Return the key by which groups of nodes are sorted. `host` is the gang that owns the nodes.
 
-    The policy's nodes come first. So if every gang has nodes of its own or runs beside one that has, the batch node is
-    the first of the policy's nodes. The driver then runs beside ranks of the policy."""
+    The policy's nodes come first. So if every gang has nodes of its own or runs beside a gang with nodes of its own,
+    the batch node is the first of the policy's nodes. The driver then runs beside ranks of the policy."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 
@@ -301,8 +301,8 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
 
 
 def _gpus_of_node(needed: Mapping[str, int], placement: PlacementConfig) -> int:
-    """Return the number of GPUs that a node needs. `needed` is the number for each gang. Gangs that share devices need
-    only the largest number among them."""
+    """Return the number of GPUs that a node needs. `needed`: gang -> number of GPUs that its workers on the node need.
+    Gangs that share devices count together with the largest of their numbers."""
     sharing = {name for group in placement.device_sharing for name in group}
     alone = sum(number for name, number in needed.items() if name not in sharing)
     return alone + sum(max(needed.get(name, 0) for name in group) for group in placement.device_sharing)

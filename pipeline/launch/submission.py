@@ -55,7 +55,9 @@ def submit_run(config: RunConfig) -> SubmittedJob:
     """Submit one run as a job.
 
     Raises:
-        ConfigError: a job of the run is waiting or running, or Slurm refuses the new job.
+        ConfigError: a job of the run is waiting or running, another process is submitting the run, or Slurm refuses the
+            new job.
+        StoreError: the record of the run's newest job is damaged.
     """
     paths = RunPaths(config.run_dir.absolute())
     with _hold_submission_locks([paths]):
@@ -88,7 +90,8 @@ def submit_doctor(config: RunConfig, folder: Path, arguments: Sequence[str]) -> 
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path, max_running: int | None = None) -> str | None:
-    """Return the script of a job array in which each task is one of these runs. Its output goes into `folder`.
+    """Return the script of a job array in which each task is one of these runs. The output of the tasks goes into
+    `folder`.
 
     Return None if the runs cannot be one array: all tasks of an array have the same resources, and Slurm has no arrays
     of heterogeneous jobs. The script contains the list of runs, because a task may start long after another array of
@@ -113,7 +116,9 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
     """Submit runs as the tasks of one array. `text` is the script that `array_script` returned for them.
 
     Raises:
-        ConfigError: a job of one of the runs is waiting or running, or Slurm refuses the array.
+        ConfigError: a job of one of the runs is waiting or running, another process is submitting one of the runs, or
+            Slurm refuses the array.
+        StoreError: the record of the newest job of one of the runs is damaged.
     """
     roots = [RunPaths(config.run_dir.absolute()) for config in configs]
     with _hold_submission_locks(roots):

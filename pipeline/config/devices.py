@@ -27,7 +27,7 @@ from stages.models.protocol import Role
 from storage.problems import Problem
 
 Worker = tuple[str, int]
-"""(Name of the gang, rank or replica)."""
+"""(Name of the gang, index of the rank or replica in the gang)."""
 THIS_HOST = "this host"
 DeviceSharing = Collection[Collection[str]]
 """Groups of names of gangs that share the same devices."""
@@ -175,7 +175,8 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return the GPUs of each worker of a gang that uses the GPUs of another gang, its leader."""
+    """Return worker -> indices of its GPUs, for the workers of a gang that uses the GPUs of another gang, its
+    leader."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:
@@ -197,7 +198,7 @@ def _units(gangs: Sequence[Gang], hosts: Mapping[Worker, str], host: str) -> lis
 
 
 def _assign_gpus(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int, ...]] | _Unit:
-    """Return the GPUs of each worker, or the first unit that cannot be placed."""
+    """Return worker -> indices of its GPUs, or the first unit that cannot be placed."""
     load = [0] * available
     assigned: dict[Worker, tuple[int, ...]] = {}
     taken: list[tuple[int, ...]] = []

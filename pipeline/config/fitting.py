@@ -4,7 +4,7 @@ would fit.
     WorkerMemory, HostMemory (`memory`) ──► compared with each host, its /dev/shm and each GPU ──► Problem if the run
     does not fit: the bytes needed, the bytes available, and the layouts or the cache size with which it would fit
 
-The functions about memory are pure. Those about open files read and raise this process's limit.
+The functions about memory are pure. The functions about open files read and raise this process's limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hardware that a run can be checked against: the schema of `conf/hardware/*.yaml`, and clusters made of such nodes.
+"""Hardware that a run can be checked against: kinds of nodes (`conf/hardware/*.yaml`), and clusters of such nodes.
 
 A file describes one kind of node. `16x8xH100-80` names a cluster: 16 nodes with 8 GPUs each, of the kind in
 `conf/hardware/H100-80.yaml`. Nothing here looks at this machine.

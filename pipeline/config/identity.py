@@ -87,7 +87,8 @@ are not compared."""
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value has changed. `before` or `after` is None if that config lacks the key."""
+    """A setting whose value has changed. `before` is None if the old config lacks the key; `after` is None if the new
+    config lacks it."""
 
     key: str
     before: Any
@@ -98,7 +99,7 @@ class Change:
 
 
 def config_sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
-    """Return a config as nested sections and keys, with values as JSON reads them back."""
+    """Return a config as nested sections and keys, with the values that JSON has for them (enums as text)."""
     content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return dict(json.loads(json.dumps(content)))
 
@@ -268,7 +269,8 @@ def read_identity(run_dir: Path) -> Identity | None:
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:
-    """Write the file atomically and without secrets, since others may read it. Raises OSError."""
+    """Write the file atomically and without secrets, since other users may read it. Raises OSError if it cannot be
+    written."""
     stated = tuple(replace(one, config=redacted(one.config)) for one in identity.statements)
     document = {"format": FORMAT, **asdict(replace(identity, statements=stated))}
     document["digest"] = codec.digest(json.loads(json.dumps(document)))

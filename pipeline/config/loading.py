@@ -380,7 +380,7 @@ def readable_config(
 def load_reward_model_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()
 ) -> RewardModelConfig:
-    """Return the config of a reward model's training. Arguments and errors are those of `load_config`."""
+    """Return the config of a reward model's training. Arguments and errors are the same as for `load_config`."""
     config = _load(RewardModelConfig, _sources(files, overrides))
     assert isinstance(config, RewardModelConfig)
     config.model.path = cached_in_hub(config.model.path)
@@ -390,7 +390,7 @@ def load_reward_model_config(
 
 
 def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> LabelConfig:
-    """Return the config of a labelling. Arguments and errors are those of `load_config`."""
+    """Return the config of a labelling. Arguments and errors are the same as for `load_config`."""
     config = _load(LabelConfig, _sources(files, overrides))
     assert isinstance(config, LabelConfig)
     config.responses.model = config.responses.model and cached_in_hub(config.responses.model)
@@ -491,7 +491,8 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
     """Merge defaults and sources, and leave out the keys that cannot be merged. Return the merged config and the errors
-    of those keys. Raises ConfigError if a file is another command's config, or leaving out keys does not help."""
+    of those keys. Raises ConfigError if a file is another command's config, or if the other keys cannot be merged
+    either."""
     try:
         return _merge_one_by_one(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping

@@ -284,7 +284,7 @@ def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
 
 def board_bytes(run: PlannedRun) -> int:
     """Return the bytes of a directory of published weights. It holds the `staleness` + 2 versions that readers may
-    still need. If exports are written during training, it holds one more, from which an export is written."""
+    still need. If exports are written during training, it holds one more version, from which an export is written."""
     versions = run.config.staleness + 2 + run.config.exports_in_training
     return versions * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
 

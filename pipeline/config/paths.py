@@ -95,7 +95,7 @@ class RunPaths:
 
     def board(self, weights_dir: str | None) -> Path:
         """The directory of published weights, in /dev/shm (memory) unless `weights_dir` is given. Its name follows from
-        the path of the run's directory, so that a resumed run finds the files of a crashed one."""
+        the path of the run's directory, so that a resumed run finds the files from before a crash."""
         name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
         return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"
 

@@ -309,7 +309,8 @@ def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
 
 
 def open_tokenizer(config: RunConfig, path: str) -> Tokenizer:
-    """Return the tokenizer in a model's directory, with the pad token of the config. Raises ConfigError."""
+    """Return the tokenizer in a model's directory, with the pad token of the config. Raises ConfigError if there is no
+    usable tokenizer, or the pad token is wrong."""
     try:
         tokenizer = read_tokenizer(path, config.model.pad_token)
         _ = tokenizer.pad_id
@@ -639,7 +640,7 @@ def device_notes(config: RunConfig, num_gpus: int, num_cores: int) -> list[str]:
 
 
 def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
-    """Raise ConfigError for settings that need a GPU if there is none."""
+    """Raise ConfigError if a setting needs a GPU and there is none."""
     if on_gpus:
         return
     if config.model.tf32:
@@ -670,7 +671,7 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
-    """Return the training prompts and the evaluated prompts. Raises ConfigError."""
+    """Return the training prompts and the evaluated prompts. Raises ConfigError if they cannot be read or used."""
     if config.evaluation_source is None:
         return _tokenised(config, tokenizer, config.prompts)
     training: PromptTable
@@ -683,7 +684,8 @@ def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
 
 def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
     """Return the evaluated prompts, as the held-out prompts of a table. The table has the training prompts too, unless
-    evaluations have a source of their own. Raises ConfigError."""
+    evaluations have a source of their own. Raises ConfigError if the prompts cannot be read or used, for example if
+    `evaluate.shards` does not divide their number."""
     source, most, shards = config.evaluation_source, config.evaluate.prompts.max, config.evaluate.shards
     if source is None:
         return _tokenised(config, tokenizer, config.prompts)

@@ -113,7 +113,7 @@ class RewardModelConfig:
 
 
 def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
-    """Yield the problems of the training's own settings, of each section, and across them. Reads no model and no
+    """Yield the problems of the training's own settings, of each section, and across sections. Reads no model and no
     data."""
     yield from setting_problems(config)
     for problem in model_problems(config.trained_model()):
@@ -165,7 +165,7 @@ class ResponsesConfig:
 
 @dataclass
 class LabelConfig:
-    """A labelling."""
+    """A labelling: a judge makes a preference set from prompts and responses."""
 
     name: str = setting("???", plain_name())
     """Name of the labelling's directory."""

@@ -67,8 +67,8 @@ def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str
 
 
 def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
-    """Return one row for each made-up response to each of the section's first prompts, in the form in which the engine
-    returns its rows."""
+    """Return one row for each made-up response to each of the first prompts that the rewards of `section` score. The
+    rows have the form of an engine's rows."""
     prompts = checked.prompts
     numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]

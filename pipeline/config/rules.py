@@ -1,6 +1,7 @@
 """The rules of a run's config across its sections, and the list of all problems. Reads no model and no data.
 
-A rule about one setting stands with its field, a rule inside a section beside its dataclass. The others are here:
+A rule about one setting stands with its field. A rule about several settings of a section stands beside the section's
+dataclass. The other rules are here:
 
     the whole config       `_problems_across`
     rows and layouts       `_gang_problems`, `_reuse_problems`
@@ -224,7 +225,8 @@ def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of `reuse_forward`: an update can reuse a forward only if its micro-batches are the same."""
+    """Yield the problems of `reuse_forward`. An update can reuse a forward pass only if both have the same
+    micro-batches."""
     for role in (Role.POLICY, Role.CRITIC):
         if role not in config.model.reuse_forward or (role is Role.CRITIC and not config.has_critic):
             continue

@@ -165,8 +165,8 @@ class ClusterConfig:
     """Maximum number of times that a node of the task graph is tried. A try fails if the node's worker is lost, or its
     stage raises a transient error. If all tries fail, the run ends."""
     same_numerics: Literal["refuse", "warn"] = "refuse"
-    """Action if last bits of results would differ between workers of a gang, or after a resume, because processor,
-    compiler, kernels or libraries differ."""
+    """Action if processor, compiler, kernels or libraries differ between the workers of a gang, or have changed before
+    a resume, so that last bits of results would differ."""
     weights_dir: str | None = setting(None, local_directory())
     """Directory for published weights; null: in /dev/shm."""
     host_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
@@ -268,14 +268,14 @@ class ExportConfig:
 
 FLOAT32_FLOOR_NATS = 0.01
 BFLOAT16_FLOOR_NATS = 0.05
-"""Lowest limits of the mismatch alarm. The first holds if engine and trainer both compute in float32, the second
-otherwise. exp(0.05) is 1.05. Differences measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32;
-in bfloat16 0.014 to 0.031 in the embedded engine, up to 0.077 in vLLM."""
+"""Minimum limits of the mismatch alarm: FLOAT32_FLOOR_NATS if engine and trainer both compute in float32,
+BFLOAT16_FLOOR_NATS otherwise. exp(0.05) is 1.05. Differences measured on a healthy SmolLM2-135M, mean of 32 tokens:
+6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
 """Limit of the alarm divided by the difference at version 0, unless the limit is the floor (`alarm_limit`). In healthy
 runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
 STALE_SHARE = 2 / 3
-"""Factor that lowers the limit if the engine seems to hold the older weights still, which sampled the tokens
+"""Factor that lowers the limit if the engine still seems to hold the older weights that sampled the tokens
 (`differs`)."""
 
 

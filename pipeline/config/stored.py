@@ -5,9 +5,9 @@ every command that reads a run, gets the place from `RunConfig.stored`.
     there, or below `storage.url`   ledger/, rollouts.zarr/, attempts/, damaged/, archive/, dropped.json
     in both                         checkpoints/, weights/ (exports): written locally, then uploaded
 
-Two directories can name the same object store. For example, a driver was killed, or only seems to be, and another
-driver continues the run from another directory. So each driver writes a claim when it starts, and ends when it finds a
-later claim.
+The configs in two directories can name the same object store. For example, a driver was killed, or only seems to be,
+and another driver continues the run from another directory. So each driver writes a claim when it starts, and ends when
+it finds a later claim.
 
     drivers/000002.json   {"host": "node7", "directory": "/data/runs/demo", "time": 1767225600.0}
 """

@@ -20,8 +20,8 @@ from storage.records import Advantages, Rollout
 
 Dtype = Literal["float32", "bfloat16"]
 LONG, SHORT = (48, 288), (8, 24)
-"""Maximum number of tokens of a prompt and of a response, for long rows and for short rows. Long rows exceed 256
-tokens, where kernels begin to split a context."""
+"""(Maximum number of prompt tokens, maximum number of response tokens) of long rows and of short rows. Long rows exceed
+256 tokens, where kernels begin to split a context."""
 NUM_LONG, NUM_SHORT = 10, 4
 """Number of long rows and of short rows in a batch. All rows fit into one micro-batch
 (`OptimizerConfig.micro_batch_tokens`)."""
@@ -30,7 +30,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RankJob:
-    """An update of the models that is computed by the ranks of one gang."""
+    """An update of policy and critic by the ranks of one gang."""
 
     model: str
     dtype: Dtype

@@ -74,7 +74,7 @@ class DoctorSettings:
 
 @dataclass(frozen=True)
 class DoctorTest:
-    """One test of the ladder."""
+    """One test of a machine."""
 
     name: str
     title: str

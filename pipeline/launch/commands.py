@@ -33,7 +33,7 @@ _ENDED_STATES = frozenset(
         "TIMEOUT",
     }
 )
-"""Final states of a job. A job that Slurm is about to requeue is in none of them: it is COMPLETING until it is
+"""Final states of a job. A job that Slurm is about to requeue is in none of these states: it is COMPLETING until it is
 PENDING."""
 _UNKNOWN_JOB_ERRORS = ("Invalid job id", "not found")
 """Texts in scontrol's error message if Slurm no longer knows a job or a task of an array."""

@@ -1,6 +1,6 @@
 """The sbatch script of a run or of a sweep: a template (`slurm/run.sbatch`) whose `@WORDS@` are filled in.
 
-The job's shape is its groups of nodes. It says on which group the workers of each gang run:
+The job's shape is its groups of nodes. The shape says on which group the workers of each gang run:
 
     gangs without nodes of their own ───────► the batch node ─┐
     a gang with slurm.gangs.NAME.nodes ─┬───► its own nodes ──┴─► alike? ──yes──► a plain job, groups side by side

@@ -8,8 +8,8 @@ The method is least squares of relative errors. Outliers count less (Huber's wei
 the usual proportions (`typical`, scaled to these runs). If the nodes differ in all three terms, the data decides. If
 not (one run with shards of equal size), the proportions stay as assumed and the kind is listed as extrapolated.
 
-On CPUs, if runs had different numbers of threads, these numbers are fitted for many values of `thread_share`, and the
-one with the smallest errors is taken.
+On CPUs, if runs had different numbers of threads, these numbers are fitted for many values of `thread_share`. The value
+with the smallest errors is taken.
 
 The journal tells how long each node worked on store and ledger. The fit explains only the rest of a node's seconds.
 `node_s` is the mean time on store and ledger plus the fixed seconds per node that the fit finds.
@@ -57,7 +57,7 @@ class Measurement:
 
     kind: str
     seconds: float
-    """Measured seconds, without those of collectives."""
+    """Measured seconds, minus the predicted seconds of collectives."""
     roofline: float
     calls: float
     store_s: float = 0.0
@@ -67,8 +67,9 @@ class Measurement:
 
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
-    """Return the calibration of a machine from runs on it. `hardware`: name of its kind. Raises ConfigError for a run
-    that is too short, or that ran on another machine."""
+    """Return the calibration of a machine from runs on it. `hardware`: name of the machine's kind, or the path of a
+    file. Raises ConfigError for a run that is too short, or that ran on other hardware than `hardware` or the first
+    run."""
     _check(runs, cluster, hardware)
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
@@ -105,8 +106,8 @@ def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
 def _fit_kinds(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration
 ) -> tuple[Calibration, dict[str, Any], list[str]]:
-    """Return `usual`, the fitted fields of a calibration by name, and the kinds of work whose numbers are partly
-    assumed."""
+    """Return `usual`, the fitted fields of a calibration (name -> value), and the kinds of work whose numbers are
+    partly assumed."""
     samples = samples_of(runs, cluster, usual)
     for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
         if decoded := [sample for sample in samples if sample.kind == "generate"]:
@@ -135,7 +136,8 @@ def _error(speeds: Mapping[str, Any]) -> float:
 
 
 def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:
-    """Raise ConfigError for the first run that cannot be used."""
+    """Raise ConfigError for the first run that is too short, or that ran on other hardware than `hardware` or than the
+    first run of all."""
     for one in runs:
         if one.steps < FEWEST_STEPS:
             need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more"
@@ -154,7 +156,8 @@ def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str)
 
 
 def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> list[Measurement]:
-    """Return the measured nodes of all runs, with their rooflines."""
+    """Return the measurements of the nodes that `works_of` yields, and of all loads of new weights into engines. Nodes
+    that took no longer than the predicted seconds of their collectives are left out."""
     measurements = []
     for one in runs:
         calibration = usual if one.drafted is None else replace(usual, **asdict(one.drafted))
@@ -172,8 +175,8 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
 
 def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
     """Yield the publications of a run and the nodes whose rows are stored, each with its work at the hardware's peaks.
-    The work of a generated shard is all that its engine did between the shard's start and its end, also for other
-    shards."""
+    The work of a generated shard is all work that its engine did between the shard's start and its end, including the
+    work for other shards."""
     stored = [node for node in one.nodes if node.lengths or node.node.stage == "publish"]
     by_engine: dict[str, list[Observed]] = {}
     for node in stored:
@@ -191,8 +194,9 @@ def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
     """Yield (index in `nodes`, the engine's work while the shard ran) for each shard of one engine. A shard joins the
-    queue at its measured start. Its rows ended `after_s` seconds (the time of its store) before its measured end. If
-    the queue predicts a later end of the rows, the shard is removed from the queue when its rows ended."""
+    queue at its measured start. If the queue predicts that the shard's rows end later than they did, the shard is
+    removed from the queue when they ended. `after_s`: seconds of each shard from the end of its rows to its measured
+    end, for store and commit."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
@@ -249,9 +253,9 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return the mean seconds on store and ledger of nodes that ran alone on their worker, and the additional seconds
-    of other nodes. If only one kind was measured, or the others were not slower, return the mean of all nodes, and 0.
-    """
+    """Return the mean seconds on store and ledger of nodes that ran alone on their worker, and the seconds by which the
+    mean of nodes that ran beside others is larger. If it is not larger, or if one of the two groups is empty, return
+    the mean of all nodes and 0."""
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
@@ -275,8 +279,8 @@ def _distinct(columns: np.ndarray) -> bool:
 
 
 def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises |rows x - target|. Tries every set of variables that are 0 (of at most three
-    variables)."""
+    """Return the x >= 0 that minimises |rows x - target|. There are at most three variables, so every choice of the
+    variables that are 0 is tried."""
     best, fewest = np.zeros(rows.shape[1]), float(target @ target)
     for size in range(1, rows.shape[1] + 1):
         for kept in itertools.combinations(range(rows.shape[1]), size):

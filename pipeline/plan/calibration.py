@@ -21,11 +21,11 @@ from pipeline.errors import ConfigError, join_errors, refusal
 from storage.problems import Constraint, Problem, above, at_least, setting, setting_problems
 
 CALIBRATION = "--calibration"
-"""The option that names a calibration file. Errors have it as their key."""
+"""The option that names a calibration file. It is the key of the errors about this file."""
 LEAST_EFFICIENCY = 0.01
-"""Lowest efficiency of a scaled calibration. A step that is slower waits for something else than its hardware."""
+"""Lowest efficiency of a scaled calibration. A step that needs a lower one does not wait for its hardware."""
 STEP_SECONDS = "--step-seconds"
-"""The option with a published step time. Errors have it as their key."""
+"""The option with a published step time. It is the key of the errors about this time."""
 _SHARE = Constraint("above 0 and at most 1", lambda share: 0 < share <= 1)
 
 
@@ -43,7 +43,7 @@ class StageSpeed:
     scatter: float | None = setting(None, at_least(0))
     """Spread of measured / predicted seconds, as a standard deviation; null: nothing was measured."""
     nodes: int = setting(0, at_least(0))
-    """Nodes that were measured."""
+    """Number of nodes that were measured."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Calibration:
     generate: StageSpeed = field(default_factory=StageSpeed)
     """Speed of engines: in training steps, evaluations and canaries."""
     forward: StageSpeed = field(default_factory=StageSpeed)
-    """Forward passes of reference, policy and critic."""
+    """Speed of the forward passes of reference, policy and critic."""
     update: StageSpeed = field(default_factory=StageSpeed)
     publish: StageSpeed = field(default_factory=StageSpeed)
     refit: StageSpeed = field(default_factory=StageSpeed)
-    """Loading of new weights into an engine."""
+    """Speed of loading new weights into an engine."""
     score: StageSpeed = field(default_factory=StageSpeed)
     advantage: StageSpeed = field(default_factory=StageSpeed)
     thread_share: float = setting(1.0, Constraint("from 0 to 1", lambda share: 0 <= share <= 1))
@@ -71,7 +71,7 @@ class Calibration:
     overhead_s: float = setting(0.0, at_least(0))
     """Seconds from the commit of a node's last parent to its start on an idle worker: scheduling and tracking."""
     turnaround_s: float = setting(0.0, at_least(0))
-    """Seconds from a node's commit until its worker starts the next. They count as a part of the node."""
+    """Seconds from a node's commit until its worker can start the next node. The first node's time includes them."""
     beside_s: float = setting(0.0, at_least(0))
     """Additional seconds of a shard's store and commit if its worker has other shards at the same time. Store and
     commit then compete with the engine for Python's interpreter."""
@@ -83,13 +83,13 @@ class Calibration:
     drafts_per_pass: float = setting(0.0, at_least(0))
     """Tokens that are drafted for a row in a decoding pass, right or wrong. Used for configs with a drafter."""
     prompt_tokens: float | None = setting(None, above(0))
-    """Mean length of the prompts that were measured; null: unknown."""
+    """Mean number of tokens of the prompts in the measured runs; null: unknown."""
     extrapolated: list[str] = setting([])
     """Kinds of work whose numbers are partly assumed: no nodes were measured, or they were too few or too alike."""
 
 
 KINDS = ("generate", "forward", "update", "publish", "refit", "score", "advantage")
-"""The kinds of work: the fields of `Calibration` that are speeds."""
+"""The kinds of work. For each of them, the field of the same name in `Calibration` has the speed."""
 
 STAGE_KIND: Mapping[str, str] = {
     "generate": "generate",

@@ -7,7 +7,8 @@ nodes have T threads on C cores, each node therefore advances at the rate
     r = min(1, C / T)
 
 (egalitarian processor sharing, Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all nodes,
-so one clock shows the progress of all. A node that takes s seconds alone ends when this clock has advanced by s.
+so one clock, the clock of work, shows the progress of all nodes: it advances by r seconds in a second. A node that
+takes s seconds alone ends when this clock has advanced by s.
 
 Threads that wait for each other use no core. If a node's t threads divide the share f of its work, the node is
 
@@ -31,18 +32,19 @@ from stages.models.protocol import MODEL_ROLES, Role
 
 
 def thread_speedup(threads: int, share: float) -> float:
-    """Return how many times as fast `threads` threads are as one, if they divide this share of the work."""
+    """Return the speedup of `threads` threads over one thread. They divide `share` of the work among themselves."""
     return 1.0 / (1.0 - share + share / threads)
 
 
 class SharedClock:
-    """Owns the clock of a host's work. Time only moves forward."""
+    """The clock of work of one host (explained at the top of this file). Time only moves forward."""
 
     def __init__(self, cores: int, now: float = 0.0) -> None:
         self._cores, self._threads, self._rate = cores, 0.0, 1.0
         self._now = now
         self.work = 0.0
-        """Reading of the clock at the last call: the seconds of work of a node that has run since the start."""
+        """Reading of the clock at the last call: the seconds that a node, running since the start, would have taken
+        alone for its work so far."""
 
     def advance(self, now: float) -> float:
         """Advance to the time `now`. Return the reading of the clock (`work`) then."""
@@ -69,7 +71,7 @@ def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
 
 def working_threads(config: RunConfig, share: float) -> dict[str, float]:
     """Return the effective number of threads of each gang, by its name: of one working replica, or of all ranks of an
-    ordered gang together. It counts a thread as `thread_speedup` does with this `share`. Gangs that compute no models
+    ordered gang together. The t threads of a process count as `thread_speedup(t, share)`. Gangs that compute no models
     are left out, because they mostly wait."""
     threads_of = {}
     for gang in config.gangs():
@@ -84,11 +86,13 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
 ) -> dict[float, float]:
-    """Return the reading of the clock of work at each time at which one of the executions (`boxes`) starts or ends.
+    """Return time -> reading of the clock of work. It has all times at which an execution (one of `boxes`) starts or
+    ends, and at which the driver starts or ends its work.
 
     Args:
-        threads: number of working threads of a worker, by gang. A gang that is not listed needs no cores.
-        driver_s: seconds that the driver works with one thread after each end.
+        threads: gang's name -> number of working threads of one of its workers. A gang that is not listed needs no
+            cores.
+        driver_s: seconds that the driver works with one thread after each execution.
     """
     periods: dict[tuple[str, str], list[Interval]] = {}
     for box in boxes:

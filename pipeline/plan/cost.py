@@ -79,15 +79,16 @@ class Costs:
         return self._total(self.work(node, lengths), self.speed_of(node.stage)) + self.calibration.turnaround_s
 
     def seconds_of_shards(self, node: Node, lengths: Sequence[Sequence[int]]) -> list[float]:
-        """Return the same as `seconds` for several shards at once. `lengths` has the response tokens of each shard. All
-        shards must have equally many rows. Stages that decode are not supported."""
+        """Return the `seconds` of the nodes of one stage for several shards at once. `lengths` has the response tokens
+        of each shard. All shards must have the same number of rows. Stages that decode are not supported."""
         work = self._work(node.stage, rows_of_shards(self.prompt_tokens, np.array(lengths)))
         total = self._total(work, self.speed_of(node.stage)) + self.calibration.turnaround_s
         seconds: list[float] = np.broadcast_to(total, len(lengths)).tolist()
         return seconds
 
     def parts(self, node: Node, lengths: Sequence[int]) -> dict[str, float]:
-        """Return the parts of `seconds` by cause, such as arithmetic, weights read, collectives or bubble."""
+        """Return cause -> its part of `seconds`. Causes are, for example, arithmetic, weights read or bubble. Parts of
+        0 seconds are left out."""
         parts = self._timed(self.work(node, lengths), self.speed_of(node.stage))
         fixed = parts.get(FIXED, 0.0) + self.calibration.turnaround_s
         return parts | ({FIXED: fixed} if fixed else {})
@@ -137,7 +138,7 @@ class Costs:
         return sum(work.parts.values()) / speed.efficiency + links + work.calls * speed.call_s + speed.node_s
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
-        """Return the parts of `_total` by cause. Parts of 0 seconds are left out."""
+        """Return cause -> its part of `_total`. Parts of 0 seconds are left out."""
         parts = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
         parts |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
         parts |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
@@ -154,7 +155,7 @@ class Costs:
         return self._work(node.stage, rows_of(self.prompt_tokens, lengths))
 
     def _work(self, stage: str, rows: Rows) -> Work:
-        """Return the work of a node whose stage computes models over rows, scores rows, or publishes weights."""
+        """Return the work of a node of any stage except `generate` and `evaluate`, or of several shards' nodes."""
         config, gang = self.run.config, self.gang_of(stage)
         match stage:
             case "canary":
@@ -308,8 +309,9 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the stages that compute the frozen blocks. For a shard's rows, this is the first stage of each gang that
-    needs these blocks, in the graph's order. The stages of held-out rows and canaries always compute them."""
+    """Return the stages that compute the frozen blocks: in each gang the first of its stages `reference`, `logprob` and
+    `value`, and also `evaluate_reference` and `canary_logprob`. `logprob` and `canary_logprob` count only under
+    `ppo.proximal: recompute`. Empty if no blocks are frozen."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

@@ -75,7 +75,7 @@ class DecodeSpeed:
     """Number of tensor-parallel ranks, which take part in an all-reduce."""
     link: Link = field(default_factory=lambda: Link(0.0, float("inf")))
     row_bytes: float = 0.0
-    """Bytes of a row in an all-reduce or a send."""
+    """Bytes of one fed token in an all-reduce or a send."""
     sends: int = 0
     """Number of sends from stage to stage in a pass."""
     groups: int = 1
@@ -91,8 +91,8 @@ class DecodeSpeed:
         return 1.0 + self.drafts_per_pass
 
     def memory_s(self, context: float) -> tuple[float, float]:
-        """Return the seconds of a pass to read the weights, and those to read the keys and values of `context`
-        tokens."""
+        """Return the seconds in which a pass reads the weights, and the seconds in which it reads the keys and values
+        of `context` tokens."""
         return self.weights_s, context * self.context_s
 
     def arithmetic_s(self, rows: float, context: float) -> float:
@@ -189,7 +189,7 @@ class PassRates:
     """Calibrated speed of an engine's passes."""
 
     efficiency: float = 1.0
-    """Share of the hardware's peaks."""
+    """Share of the hardware's peaks that passes reach."""
     link_efficiency: float = 1.0
     call_s: float = 0.0
     """Additional seconds of each pass."""
@@ -212,7 +212,8 @@ class RowQueue(Generic[Shard]):
         number of tokens that these rows will have when they end."""
         self._waiting: deque[tuple[int, Shard]] = deque()
         self._flight: list[tuple[float, int, int, Shard]] = []
-        """A heap of (pass at which the row ends, its number, its length, its shard)."""
+        """A heap with a tuple for each row: the pass at which the row ends, its place in the order of admission, the
+        length of its response, and its shard."""
         self._admitted = 0
         self._left: dict[Shard, int] = {}
         """Number of rows of each shard that have not ended."""
@@ -221,12 +222,12 @@ class RowQueue(Generic[Shard]):
         self._begun: dict[Shard, _Parts] = {}
         """Value of `_total` at the start of each shard."""
         self._links_s: dict[int, float] = {}
-        """Seconds of a pass in collectives and sends, by the number of its rows."""
+        """Number of rows in a pass -> seconds that the pass spends in collectives and sends."""
         self._ended: list[tuple[Shard, Decoded]] = []
         self._ahead: RowQueue[Shard] | None = None
 
     def add(self, shard: Shard, lengths: Sequence[int], now: float) -> None:
-        """Add a shard with responses of these lengths. There must be at least one."""
+        """Add a shard with responses of these lengths. It must have at least one response."""
         self._advance(now)
         self._left[shard], self._begun[shard] = len(lengths), self._total
         self._waiting.extend((length, shard) for length in lengths)
@@ -291,7 +292,7 @@ class RowQueue(Generic[Shard]):
         self._now = max(self._now, now)
 
     def _run(self, until: float) -> None:
-        """Advance to the end of the next shard, or to time `until` if it is earlier."""
+        """Advance to the end of the next shard, or to time `until` if that is earlier."""
         while self._left:
             self._admit()
             count = self._flight[0][0] - self._clock

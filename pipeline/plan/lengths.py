@@ -1,5 +1,5 @@
-"""Lengths of responses, in tokens, for planned runs: fixed, lognormal up to a maximum, or drawn from those of a past
-run. Pure: a length is a function of the seed, the step, the shard and the row.
+"""Lengths of responses, in tokens, for planned runs: fixed, lognormal up to a maximum, or drawn from the lengths of a
+past run. Pure: a length is a function of the seed, the step, the shard and the row.
 
 The distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail keeps an engine
 busy with few rows. A pass with few rows costs nearly as much as one with many (`decode`).
@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.errors import ConfigError
 
 LENGTHS = "--lengths"
-"""The option that names a distribution. Errors have it as their key."""
+"""The option that names a distribution. It is the key of the errors about this option."""
 _FORM = "fixed:TOKENS, or lognormal:MEAN,SIGMA as in lognormal:340,0.8"
 
 
@@ -47,7 +47,8 @@ class FixedLengths:
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lengths with a lognormal distribution, cut at `most`, as `sampling.max_new_tokens` cuts them."""
+    """Lengths with a lognormal distribution. Lengths above `most` become `most`, as `sampling.max_new_tokens` cuts the
+    responses of a run."""
 
     same_every_step: ClassVar[bool] = False
     median: float
@@ -75,7 +76,7 @@ class LognormalLengths:
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Lengths drawn with replacement from those of a run."""
+    """Lengths drawn with replacement from the response lengths of a run (`tokens`)."""
 
     same_every_step: ClassVar[bool] = False
     tokens: Sequence[int]
@@ -100,7 +101,7 @@ class SameLengths:
 
 
 _DRAWN = 1024
-"""The numbers of a step are drawn in multiples of this count. Each shard uses its own part of them."""
+"""The random numbers of a step are drawn in multiples of this count. Each shard uses its own part of them."""
 
 
 @lru_cache(maxsize=8)

@@ -51,7 +51,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class DraftedPasses:
-    """Mean numbers of a row in a decoding pass of a run with speculation. `Calibration` explains the fields."""
+    """Mean numbers of tokens for each row and decoding pass of a run with speculation. `Calibration` explains the
+    fields."""
 
     tokens_per_pass: float
     drafts_per_pass: float
@@ -67,14 +68,14 @@ class ObservedRun:
     waits: Sequence[float]
     """Seconds from the end of a node's last parent to the node's start, for nodes whose worker was idle at that end."""
     refits: Sequence[float]
-    """Seconds of each load of new weights into an engine. The commit of the first shard that the engine sampled with
-    them has this number. No node's `seconds` include it."""
+    """Seconds of each load of new weights into an engine. They are read from the commit of the first shard that the
+    engine sampled with the new weights. No node's `seconds` include them."""
     steps: int
-    """Steps that have ended."""
+    """Number of steps that have ended."""
     prompt_tokens: float
     """Mean length of a prompt."""
     drafted: DraftedPasses | None
-    """None: the run had no speculation."""
+    """Tokens that rows gained in a pass, and tokens drafted for them. None if the run had no speculation."""
     gpu: str
     """Name and compute capability of the run's GPUs; empty on CPUs."""
     processor: str
@@ -198,7 +199,8 @@ def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[i
 
 
 def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int]]) -> list[int]:
-    """Return the lengths of the responses that a node works on: those of its shard, or of the whole step."""
+    """Return the lengths of the responses that a node works on: the responses of its shard, or of the whole step.
+    Responses that are not stored are left out. Empty for `publish`."""
     address, spec = node.address, history.spec
     match node.stage:
         case "publish":

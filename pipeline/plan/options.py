@@ -52,7 +52,8 @@ class Option:
     changes: Mapping[str, Any]
     """Settings outside of the placement: `policy` and `critic` (micro_batch_tokens), and the engine's."""
     seconds: Mapping[str, tuple[float, ...]]
-    """Seconds of each node of a step, by stage; if `Space.sampled` is true, only of the first `_SAMPLED` shards."""
+    """Stage -> seconds of each of its nodes in a step. If `Space.sampled` is true, only the first `_SAMPLED` shards
+    have an entry."""
     busy_s: float
     """Lower bound of the seconds that a step keeps the gang busy."""
     generate_s: float
@@ -71,8 +72,9 @@ class Options:
         """Bytes that an engine without its cache takes on each GPU, by the number of its ranks."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
-        """Return the options of a gang of models with this number of devices. Each fits in memory. Those that `pareto`
-        drops are left out, unless the gang shares devices: with less memory its hand-overs may be faster."""
+        """Return the options of a gang of models with this number of devices that fit in its GPUs (without GPUs, all
+        options). Options that `pareto` drops are left out, unless the gang shares its devices. Then a slower option may
+        need less memory, and its hand-overs of the devices may be faster."""
         key = form.gangs[gang], shards, devices, form.shares_devices
         if key not in self._known:
             trainers = [*self._trainers(form, gang, shards, devices)]
@@ -80,7 +82,7 @@ class Options:
         return self._known[key]
 
     def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
-        """Return the options of the generating pool with this number of devices, as `trainer` does."""
+        """Return the options of the generating pool with this number of devices. `trainer` says what is left out."""
         key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
         if key not in self._known:
             engines = [*self._engines(form, shards, devices)]

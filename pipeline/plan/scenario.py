@@ -1,4 +1,4 @@
-"""From a config to the scenario that `simulate` plays, and from what it played to a journal or a trace.
+"""Turn a config into a scenario for `simulate`, and the executions of a simulation into a journal or a trace.
 
     config, Costs, Lengths ──scenario_of──► Scenario ──play──► executions ──► journal_events, trace_events
 
@@ -57,8 +57,8 @@ def scenario_of(
 
 
 def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
-    """Return the seconds in which a gang moves its data from the GPUs to the host's memory or back, for each gang that
-    shares devices. The worker with the most bytes per GPU decides. Empty without GPUs."""
+    """Return gang's name -> seconds in which the gang moves its data from the GPUs to the host's memory, or back. Only
+    gangs that share devices are listed. The worker with the most bytes per GPU decides. Empty without GPUs."""
     sharing = {name for group in run.config.placement.device_sharing for name in group}
     if not run.on_gpus or not sharing:
         return {}
@@ -73,15 +73,15 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
 
 
 class _RememberedCosts:
-    """Costs of a run's nodes, kept after they are computed. Those of forward passes and scores are computed for all
-    shards of a step together. If all steps have the same lengths, the costs of one step serve for all."""
+    """Costs of a run's nodes, kept after they are computed. The costs of forward passes and scores are computed for all
+    shards of a step together. If all steps have the same lengths, the costs of one step are used for all steps."""
 
     def __init__(self, costs: Costs, lengths: Lengths) -> None:
         self._costs, self._lengths = costs, lengths
         self._of_shards: dict[tuple[str, int], list[float]] = {}
-        """Seconds of each shard, by stage and step. All steps are step 0 if they have the same lengths."""
+        """(stage, step) -> seconds of each shard. The step is always 0 if all steps have the same lengths."""
         self._of_nodes: dict[tuple[str, int], float] = {}
-        """Seconds of other nodes by stage and shard, if all steps have the same lengths."""
+        """(stage, shard) -> seconds of a node of any other stage. Empty if steps have different lengths."""
         self.engine_queue, self.after_rows_s = costs.engine_queue, costs.after_rows_s
         self.overhead, self.refit_s = costs.overhead, costs.refit_s
 

@@ -11,7 +11,8 @@ Lower bounds of the mean step time. Each bound holds for every schedule:
              The work of gangs that share devices adds up.
     cores    the gangs of a host without GPUs share its cores: the sum over all gangs of busy cores x seconds, divided
              by the number of cores
-    latency  publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of eta + 1 steps
+    latency  with a staleness bound of eta, publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain
+             of nodes that moves the run on by eta + 1 steps
 
 So the result is the best plan of the space if the bounds ended the search (`Found.exact`). Response lengths are drawn
 once and used in every step of every plan, so no plan is better because of luckier draws. No I/O, no clock.
@@ -51,8 +52,9 @@ class Plan:
     devices: int
     """Number of devices that the plan uses."""
     bounds: Mapping[str, float]
-    """Lower bounds of the mean step time, in seconds. The keys are the names of the gangs, or `devices` if they use the
-    same devices in turn. Other keys are `cores` if gangs share cores, and `latency` for the chain of a step's nodes."""
+    """Name of a bound -> lower bound of the mean step time, in seconds. Each gang's name is the bound of its work; if
+    the gangs use the same devices in turn, `devices` is the bound of their work together. `cores` is present if gangs
+    share cores, and `latency` is the bound of the chain of a step's nodes."""
     played: Played
     value: float
     """Value of the objective. Less is better."""
@@ -90,7 +92,8 @@ class Found:
     exact: bool
     """True if no other combination of the space can be better than the first plan."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Number of simulated combinations that the checks of a config refused, by reason."""
+    """Reason -> number of simulated combinations that the checks of a config refused for it. Only combinations that
+    were the best of their form and staleness bound so far were checked."""
 
     def best(self, *, synchronous: bool) -> Plan | None:
         """Return the best plan with a staleness bound of 0 (`synchronous`) or above 0. None if there is no such
@@ -226,8 +229,8 @@ def search(
 
     Args:
         refuse: returns the reason why a run with this config would be refused, or None.
-        most: maximum number of combinations to simulate with a staleness bound of 0, and likewise with larger bounds.
-            Up to the same number of simulations is added to find a plan for each form and bound.
+        most: maximum number of combinations with a staleness bound of 0 to simulate, and maximum number with larger
+            bounds. Each time, up to `most` simulations are added to find a plan for each form and bound that has none.
         watch: called with texts about the progress.
 
     Raises:

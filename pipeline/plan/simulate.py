@@ -95,9 +95,10 @@ class Failures:
     per_hour: float
     """Mean number of losses per hour in the whole run."""
     rebuild_s: float
-    """Seconds until a lost worker is up again. If a rank of a gang is lost, seconds until the whole gang is."""
+    """Seconds until a lost worker is up again. A lost rank of an ordered gang takes the whole gang down for this time.
+    """
     checkpoint_every: int
-    """Updates between checkpoints."""
+    """Number of updates from one checkpoint to the next."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,12 @@ class Scenario:
     cores: int | None = None
     """Number of cores that all workers share. None: each worker has cores or devices of its own."""
     threads: Mapping[str, float] = field(default_factory=dict)
-    """Number of working threads by gang: of one replica of a pool, or of all ranks of an ordered gang together. A gang
-    that is not listed needs no cores."""
+    """Gang's name -> number of working threads: of one replica of a pool, or of all ranks of an ordered gang together.
+    A gang that is not listed needs no cores."""
     driver_s: float = 0.0
     """Seconds of the driver's work on the shared cores after each node."""
     hand_over_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in which a gang's workers free their devices, or take them again, by gang. 0 for a gang that is not
+    """Gang's name -> seconds in which its workers free their devices, or take them again. 0 for a gang that is not
     listed."""
     stragglers: Stragglers | None = None
     failures: Failures | None = None
@@ -183,12 +184,12 @@ class Played:
     published_s: Sequence[float]
     """Time at which each version became readable, version 0 first."""
     busy_s: Mapping[str, float]
-    """Seconds in which a worker ran at least one node, by gang: the mean over the gang's replicas. The ranks of an
-    ordered gang count as one worker."""
+    """Gang's name -> seconds in which a worker ran at least one node: the mean over the gang's replicas. The ranks of
+    an ordered gang count as one worker."""
     stage_s: Mapping[str, float]
-    """Seconds by stage, summed over its nodes."""
+    """Stage -> sum of the seconds of its nodes."""
     staleness: Mapping[int, int]
-    """Number of rows by staleness: the step minus the version that sampled the row."""
+    """Staleness -> number of rows. A row's staleness is its step minus the version that sampled it."""
     critical_path: Sequence[Execution]
     """The executions from the first node to the last commit. The end of each one let the next one start."""
     failures: int
@@ -217,7 +218,7 @@ class Played:
 
     @property
     def path_s(self) -> dict[str, float]:
-        """Seconds of the critical path by stage and by kind of gap. The largest number comes first."""
+        """Stage or kind of gap -> its seconds on the critical path. The largest number comes first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         before = 0.0
         for one in self.critical_path:
@@ -294,7 +295,8 @@ class _Simulation:
         self._dispatch = Dispatch(scenario.gangs, scenario.device_sharing)
         self._flow = Flow(scenario.spec, self._dispatch, on_step=self._step_over, on_unread=lambda version: None)
         self._now = self._done = 0.0
-        """`_now`: the time. `_done`: the clock of work, which differs from the time only if workers share cores."""
+        """`_now`: the time. `_done`: reading of the clock of work (explained in `cores`), which differs from the time
+        only if workers share cores."""
         self._sequence = 0
         self._heap: list[tuple[float, int, _Kind, object, int]] = []
         self._shared = None if scenario.cores is None else SharedClock(scenario.cores)
@@ -389,8 +391,8 @@ class _Simulation:
         return self._result()
 
     def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, object, int]:
-        """Advance to the earliest event: one at a fixed time, or the end of a node on shared cores. Return its kind,
-        subject and stamp."""
+        """Advance to the earliest event of both heaps: `_heap` has events at fixed times, and `_work` has events at
+        readings of the clock of work. Return the event's kind, subject and stamp."""
         assert self._heap or self._work, "nothing runs, and the run is not finished"
         ends = clock.time_of(self._work[0][0]) if self._work else math.inf
         if self._heap and self._heap[0][0] <= ends:
@@ -422,7 +424,7 @@ class _Simulation:
             self._is_ready(one)
 
     def _is_ready(self, one: Execution) -> None:
-        """Handle the commit of an attempt's last parent."""
+        """Put an attempt that waits for no parent into its worker's queue, after the overhead of its node."""
         one.cause, one.gap = self._cause, self._gap
         overhead = self._costs.overhead(one.submit.node)
         if overhead > 0:
@@ -580,7 +582,7 @@ class _Simulation:
             self._push(self._now + self._random.expovariate(failures.per_hour / 3600), _FAILURE, None)
 
     def _fail(self) -> None:
-        """Lose a random worker."""
+        """Lose a random worker, unless it is down already."""
         failures = self._scenario.failures
         assert failures is not None
         self._push_failure(failures)
@@ -637,7 +639,7 @@ class _Simulation:
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _push_work(self, reading: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
-        """Push an event for the moment at which the clock of work (`pipeline/plan/cores.py`) shows `reading` seconds."""
+        """Push an event for the moment at which the clock of work (explained in `cores`) shows `reading` seconds."""
         self._sequence += 1
         heapq.heappush(self._work, (reading, self._sequence, kind, subject, stamp))
 

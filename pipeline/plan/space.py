@@ -65,7 +65,7 @@ class Space:
         return self.run.config
 
     def sampled(self, shards: int) -> bool:
-        """Return True if only some shards' seconds are computed for the bounds, which are then estimates."""
+        """Return True if the bounds of plans with this many shards are only estimated, from some of the shards."""
         return shards > _EXACT_SHARDS
 
     @property
@@ -75,7 +75,7 @@ class Space:
 
     def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
         """Return the number of devices that the gangs use together. None if this is more than there are. Gangs on cores
-        may have up to twice as many threads together as there are cores. `devices`: number for each gang."""
+        may have up to twice as many threads together as there are cores. `devices`: number of devices of each gang."""
         used = max(devices) if form.shares_devices else sum(devices)
         if self.cores is not None and used <= 2 * self.cores:
             return min(used, self.cores)
@@ -107,8 +107,8 @@ def _whole_groups(config: RunConfig, rows: int) -> bool:
 
 
 def forms(config: RunConfig) -> list[Form]:
-    """Return the ways to divide a config's roles into gangs. Gangs share devices in one of them if the engine can free
-    its devices."""
+    """Return the ways to divide a config's roles into gangs. If the engine can free its devices, one of these ways has
+    the gangs on shared devices."""
     models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if config.has_critic else frozenset())
     possible = [Form("apart", {TRAIN: models})]
     if config.capabilities().sleeps != "nothing":
@@ -123,7 +123,7 @@ def forms(config: RunConfig) -> list[Form]:
 
 def device_counts(devices: int, per_node: int) -> list[int]:
     """Return the numbers of devices that a gang may have. On one node any number is possible. On several nodes a gang
-    has 1, 2, 3, 4, 6, 8, 12, ... whole nodes: a power of two, or three times one."""
+    has 1, 2, 3, 4, 6, 8, 12, ... whole nodes: a power of two, or three times a power of two."""
     if devices <= per_node:
         return [*range(1, devices + 1)]
     nodes = devices // per_node
@@ -149,9 +149,9 @@ def assembled(
     shards: int,
     staleness: int,
 ) -> RunConfig:
-    """Return the config with the gangs of `form`, an engine and a scoring gang. `chosen`: by gang, its settings and
-    the changes outside of the placement (`Option.changes`). An engine or a gang of models that is not chosen has one
-    worker."""
+    """Return the config with the gangs of `form`, an engine and a scoring gang. `chosen`: gang's name -> its settings
+    and the changes outside of the placement (`Option.changes`). An engine or a gang of models that is not in `chosen`
+    has one worker."""
     base = space.base
     gangs = {SCORE: _scorers(space, chosen), GENERATE: gang_settings(space, frozenset({Role.GENERATE}))}
     gangs |= {name: gang_settings(space, roles) for name, roles in form.gangs.items()}
@@ -217,9 +217,10 @@ def graph_of_steps(config: RunConfig) -> GraphSpec:
 
 
 def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
-    """Return the settings to begin with for a gang of these roles. The threads are those of the config's gang that has
+    """Return the settings to begin with for a gang of these roles. `threads` is copied from the config's gang that has
     the first of these roles (in the order generate, policy, critic, reference). If the roles include policy and critic,
-    the offload is that gang's too. All other settings are defaults, because those of the config's gang may not suit."""
+    `offload` is copied from it too. All other settings are defaults, because the values of the config's gang may not
+    suit."""
     placement = space.base.placement
     first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC, Role.REFERENCE) if role in roles)
     settings = placement.gangs[placement.roles[first]]

@@ -9,10 +9,10 @@ each rank into m micro-batches. With F operations of all rows:
                       (with LoRA) the gradients of frozen weights
     weights           a forward pass reads the weights. A backward pass reads them once for the gradients of its inputs,
                       and reads and writes the gradients of the trained weights
-    tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and those of
-                      the recomputed modules. With sequence parallelism each is a reduce-scatter and an all-gather,
-                      and the backward pass gathers the inputs of two linears once more (not with a CPU's kernels, which
-                      keep the gathered inputs)
+    tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and 1 more if
+                      `mlp` or 2 if all is recomputed. With sequence parallelism each all-reduce is a reduce-scatter and
+                      an all-gather, and the backward pass gathers the inputs of two linears once more (not with a CPU's
+                      kernels, which keep the gathered inputs)
     data parallel     gradients are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
@@ -32,14 +32,15 @@ max(1, floor(c / `_GRAIN`)) times the float32 rate of one thread. The reasons: t
 threads, and 16-bit products of this size are not faster.
 
 `check --trace` lists the collectives of a layout. The counts here were compared with this list for sequence parallelism
-with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some of those in the
+with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some collectives of the
 backward pass with a matrix product.
 
 Data-parallel collectives overlap with passes as in a run (`stages.models.gradient_buffers`), on GPUs and with
 `portable` kernels. Gradients overlap with the last micro-batch's backward pass, and gathered weights with the next
-minibatch's first forward pass. One bucket of each overlaps with nothing, nor do the weights gathered after the last
-minibatch. Only the seconds by which a collective is longer than the pass beside it count. Both are compared at the
-peaks. The first stage of a pipeline ends its pass last, so it decides.
+minibatch's first forward pass. One bucket of gradients and one bucket of weights overlap with nothing. The weights that
+are gathered after the last minibatch overlap with nothing either. Only the seconds by which a collective is longer than
+the pass beside it count. Collective and pass are compared at the hardware's peaks. The first stage of a pipeline ends
+its pass last, so it decides.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
 al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,
@@ -87,9 +88,9 @@ class Work:
     """Work of one node, or of the nodes of several shards."""
 
     parts: dict[str, Numbers]
-    """Seconds at the hardware's peaks, by limit (`ARITHMETIC`, ...)."""
+    """Limit (`ARITHMETIC`, ...) -> seconds at the hardware's peaks."""
     links: dict[str, Numbers]
-    """Seconds of collectives at the links' full bandwidth."""
+    """Kind of collective (`TENSOR`, ...) -> seconds at the links' full bandwidth."""
     calls: Numbers = 0.0
     """Number of calls with a fixed cost: decoding passes, scored rows, or blocks that micro-batches go through."""
 
@@ -203,7 +204,7 @@ class _Pass:
     """Number of blocks that a pipeline stage computes. Each has a fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
-        """Return both passes as one."""
+        """Return both passes as one. Its `blocks` are the blocks of this pass alone."""
         return _Pass(
             self.operations + other.operations,
             self.elements + other.elements,
@@ -263,7 +264,7 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
     """Return the number of blocks that a pipeline stage computes in a pass. This is its share of all blocks if the
-    frozen blocks are computed (`trunk`), else its share of the blocks above them."""
+    frozen blocks are computed (`trunk`) or if there are no others. Else it is its share of the blocks above them."""
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 

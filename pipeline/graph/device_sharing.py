@@ -1,7 +1,7 @@
 """Decide which gang holds devices that several gangs share (`placement.device_sharing`). No clock, no I/O, no Dask.
 
     generate holds them ──it has no node left to run, train has a ready one──► handover: generate's workers free them
-           ▲                                                                       │ all workers have
+           ▲                                                                       │ all workers have freed them
            └── handover ◄──train has no node left to run, generate has a ready one── train holds them
 
 A gang keeps the devices as long as it can do anything, because a handover costs seconds. So the generating gang
@@ -9,8 +9,8 @@ samples as far ahead as the staleness bound allows, and then the training gang t
 `rollout.versions: exact` the graph alone says which weights sample which rows, so the run computes the same numbers as
 on separate devices.
 
-There is no deadlock: the holder hands the devices over as soon as it has nothing ready. So it never keeps them while it
-waits for work that only another gang could do on them.
+There is no deadlock: the holder hands the devices over as soon as it has no ready node and another gang has one. So it
+never keeps the devices while it waits for a node that another gang must run on them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Handover:
 class _Group:
     gangs: tuple[str, ...]
     holder: str | None = None
-    """None until a gang of the group has something to do."""
+    """Gang that holds the devices. None until a gang of the group has a ready node."""
     handover: Handover | None = None
 
 

@@ -2,12 +2,12 @@
 
 A node gets a worker in one of three ways:
 - **ordered**: on a gang whose ranks act together. Nodes whose parents are done queue by priority. The driver numbers
-  them as it hands them out, and every rank executes them in that order. With several ranks one node is handed
-  out at a time. Two nodes could reach the ranks in different orders, since each waits for its own inputs, and then
+  them as it hands them out, and every rank executes them in that order. A gang of several ranks gets one node at a
+  time. If it got two, they could reach the ranks in different orders, since each waits for its own inputs, and then
   their collectives would interleave. A single rank gets two nodes at a time, which hides the round trip. It gets only
-  the first if a child of the first is more urgent than the second.
-- **slot**: on one replica of a pool, when it has a free slot. So a slow replica gets fewer shards
-  than a fast one. Dask's own placement would give both the same number.
+  one if a child of this node is more urgent than the second node.
+- **slot**: on one replica of a pool, when it has a free slot. So a slow replica gets fewer shards than a fast one.
+  Dask's own placement would give both the same number.
 - **free**: on the least loaded replica of a pool, as soon as its parents of the same step are submitted. So Dask runs
   this part of the graph by itself. The node does wait for parents of earlier steps, so that a chain of steps does not
   become one endless Dask graph.
@@ -50,7 +50,7 @@ class Submit:
     replica: int = 0
     """Replica that runs a SLOT or FREE node."""
     sequence: int | None = None
-    """Number of an ORDERED node in the gang's order."""
+    """Number of an ORDERED node in the gang's order; None for SLOT and FREE nodes."""
 
 
 class State(StrEnum):
@@ -68,7 +68,7 @@ _ORDERED, _SLOT, _FREE = Mode
 
 @dataclass(eq=False, slots=True)
 class NodeEntry:
-    """A node in the window, with its state."""
+    """A node of an open step (see `flow.Flow`), with its state."""
 
     node: Node
     place: GangMode
@@ -116,10 +116,10 @@ class GangMode:
 
 
 class Dispatch:
-    """Owns the state of every node in the driver's window.
+    """Owns the state of every node of the open steps (see `flow.Flow`).
 
-    Feed it `admit`, `on_worker_up`, `on_worker_down`, `mark_done`, `reset_lost`, `on_handed_over`. After each, carry
-    out what `next_submits` and `next_handovers` return."""
+    Report each event to it, by a method of the section Events or by `on_handed_over`. After each event, carry out what
+    `next_submits` and `next_handovers` return."""
 
     def __init__(self, gangs: Iterable[Gang], device_sharing: Collection[Collection[str]] = ()) -> None:
         """`device_sharing`: groups of gangs that share the same devices."""
@@ -127,9 +127,9 @@ class Dispatch:
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, NodeEntry] = {}
         self._ready = {(name, mode): ReadyNodes() for name in self._gangs for mode in Mode}
-        """Waiting nodes that no parent holds back, by gang and mode. `next_submits` looks at nothing else."""
+        """(gang's name, mode) -> waiting nodes that no parent holds back. `next_submits` looks at nothing else."""
         self._places: dict[str, GangMode] = {}
-        """Gang and mode of each stage that has a gang."""
+        """Stage -> gang and mode in which its nodes run. Stages without a gang are missing."""
         for stage, role in STAGE_ROLES.items():
             if role in self._gang_of:
                 state = self._gang_of[role]
@@ -272,7 +272,8 @@ class Dispatch:
         return submits
 
     def next_handovers(self) -> list[Handover]:
-        """Return the device handovers that begin now. Until `on_handed_over`, no gang of the group gets a node."""
+        """Return the device handovers that begin now. Until `on_handed_over`, no gang that shares these devices gets a
+        node."""
         return self._device_sharing.next_handovers(self._is_busy, self._first_ready)
 
     def on_handed_over(self, giver: str) -> None:
@@ -285,8 +286,8 @@ class Dispatch:
         return frozenset(self._gangs[gang].free_slots)
 
     def versions_waiting_for_slot(self, gang: str) -> Counter[int]:
-        """Return how many nodes wait only for a slot of this pool, by the version of the weights that they need.
-        Canaries do not count: their few rows are no reason against moving other rows to another replica."""
+        """Return version of the weights -> number of nodes that need it and wait only for a slot of this pool. Canaries
+        do not count: their few rows are no reason against moving other rows to another replica."""
         waiting = self._ready[gang, _SLOT].nodes()
         return Counter(self._version_to_use(node) for node in waiting if node.stage != "canary")
 

@@ -101,8 +101,8 @@ class WorkerQueues:
         return worker is not None and (address in self._running[worker] or address in self._beside)
 
     def nodes_before(self, address: Address) -> tuple[Address, ...]:
-        """Return the nodes that the worker of a queued node runs first. Empty if the node runs, waits for parents, or
-        is on no worker."""
+        """Return the nodes that the worker of a queued node runs now, and so before the queued node. Empty if the node
+        itself runs, waits for parents, or is on no worker."""
         worker = self._workers.get(address)
         if worker is None or address in self._unfinished or self.is_running(address):
             return ()
@@ -173,8 +173,9 @@ def add_finished_steps(
     Args:
         statuses: every node of the open steps. All other steps below `admitted` are over. Some of them may lie between
             open steps, because an evaluation may keep its step open while later steps end.
-        num_finished: number of finished steps to include before the oldest open one.
-        max_nodes: most nodes to return; the oldest finished steps are left out first.
+        num_finished: number of finished steps to include before the oldest open step.
+        max_nodes: maximum number of nodes to return. The oldest finished steps are left out first. Open steps are never
+            left out, even if they have more nodes.
     """
     by_step: dict[int, list[NodeStatus]] = {}
     for status in statuses:
@@ -220,7 +221,7 @@ def find_waits(
     nodes_before: Callable[[Address], Iterable[Address]],
     gang_of: Mapping[Role, str],
 ) -> dict[str, Wait]:
-    """Return what each idle gang waits for. A gang is idle if it has nodes left and runs none.
+    """Return gang's name -> what it waits for, for each idle gang. A gang is idle if it has nodes left and runs none.
 
     Args:
         unfinished: every node that is not done. Any other parent counts as done.
@@ -298,7 +299,8 @@ class ObservedDispatch(Dispatch):
         )
 
     def find_waits(self) -> dict[str, Wait]:
-        """Return what each idle gang waits for. A gang is idle if it is up, has nodes left and runs none."""
+        """Return gang's name -> what it waits for, for each idle gang. A gang is idle if it is up, has nodes left and
+        runs none."""
         left = {address: entry.node for address, entry in self._entries.items() if entry.state is not State.DONE}
         running = {address for address in left if self._queues.is_running(address)}
         gang_of = {role: state.gang.name for role, state in self._gang_of.items()}

@@ -1,4 +1,4 @@
-"""Move the rolling window along the run: open steps, close finished ones, release weights that nobody needs."""
+"""Move a window of open steps along the run: open steps, close finished steps, release weights that nobody needs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NONE: Mapping[Address, int] = MappingProxyType({})
 
 
 class Flow:
-    """Owns the window: eta + 2 steps, counted from the oldest step whose policy update is not done. A step stays open
-    until all its nodes are done; an evaluation may keep it open while later steps end."""
+    """Owns the window: eta + 2 steps (eta is the staleness bound), counted from the oldest step whose policy update is
+    not done. A step stays open until all its nodes are done; an evaluation may keep it open while later steps end."""
 
     def __init__(
         self,
@@ -47,8 +47,9 @@ class Flow:
             first_step: every earlier step is over and all its nodes are committed.
             committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
-            sampled_versions: version that sampled each shard whose commit was lost although committed outputs were made
-                from it. The shard must be sampled with the same version again.
+            sampled_versions: shard's address -> version that sampled it. It has the shards whose commits were lost
+                after other nodes had computed committed outputs from them. They must be sampled with the same version
+                again.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -60,14 +61,14 @@ class Flow:
         self._on_unread = on_unread
         self._open: dict[int, list[Node]] = {}
         self._num_unfinished: dict[int, int] = {}
-        """Number of nodes of each open step that are not done."""
+        """Open step -> number of its nodes that are not done."""
         self._first = self._updated = self._next = first_step
         self._is_resumed = bool(first_step or self._committed or sampled_versions)
         self._reopened: set[Address] = set()
         """Nodes whose commits were lost after a committed update had read them. They must run again, because a trainer
         that is restored to an older version trains from their outputs."""
         self._readers: dict[int, set[Address]] = {}
-        """The readers of each version that have no commit yet. A version is added when its publication is admitted."""
+        """Version -> its readers that have no commit yet. A version is added when its publication is admitted."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
         self._made_with = sampled_versions
@@ -140,7 +141,7 @@ class Flow:
 
     @property
     def readers_by_version(self) -> dict[int, tuple[Address, ...]]:
-        """The nodes that have yet to read each version."""
+        """Version -> the nodes that have yet to read it."""
         return {version: tuple(sorted(left)) for version, left in sorted(self._readers.items())}
 
     @property
@@ -167,9 +168,9 @@ class Flow:
         self._on_unread(version)
 
     def _adapt_to_resume(self, node: Node) -> Node:
-        """Return the node as a resumed run needs it. A shard that several versions may sample waits for a version that
-        had been published before this driver started. A shard that must come out as before gets the version that
-        sampled it."""
+        """Return the node as a resumed run needs it. Only a shard that several versions may sample, and that has no
+        commit, is changed. It waits for the version that `resumed_generation_version` returns. If it must come out as
+        before, it gets the version that sampled it before instead."""
         if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:

@@ -31,8 +31,8 @@ The last part of this file decides which commits stay valid if a run goes back t
     update_policy[v], update_critic[v] and later ──► everything that depends on them ──► computed again
     all other commits stay valid, rows that older versions generated ahead included
 
-Going back to version v needs the weights of v (a checkpoint, or the start weights). It also needs every older version
-that a node has yet to read, from a checkpoint too, because no update before v runs again.
+Going back to version v needs the weights of v (a checkpoint, or the start weights). It also needs a checkpoint, or the
+start weights, for every older version that a node has yet to read, because no update before v runs again.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def generation_versions(spec: GraphSpec, step: int) -> range:
 
 
 def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
-    """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest
-    version that had been published. Under `latest` the result is `newest` itself where the bound allows
-    it, so that no older version has to be published again."""
+    """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest version that
+    had been published before. Under `latest` the result is `newest` if the staleness bound allows it, so that no older
+    version has to be published again."""
     allowed = generation_versions(spec, step)
     return max(allowed[0], min(allowed[-1], newest))
 
@@ -211,8 +211,8 @@ def step_of_node(node: Node) -> int:
 
 
 def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
-    """Return all nodes of PPO step i, parents before children. They include the publication and the evaluation of
-    version i + 1; step 0 also has those of version 0."""
+    """Return all nodes of PPO step i, parents before children. They include the publication of version i + 1, and its
+    evaluation if it is evaluated. Step 0 also has the publication and the evaluation of version 0."""
     i = step
     nodes: list[Node] = []
     if i == 0:
@@ -300,8 +300,8 @@ def _is_update_committed(update: Node, committed: Set[Address]) -> bool:
 
 
 def with_missing_parents(node: Node, missing: Iterable[Address]) -> Node:
-    """Return the node with extra parents: those of the `missing` outputs from which its model may have to be trained
-    again. The updates in between are committed, so no other edge would make the node wait for these outputs."""
+    """Return the node with extra parents: all `missing` outputs from which its model may have to be trained again. The
+    updates that read these outputs are committed, so no other edge would make the node wait for the outputs."""
     if node.role not in _TRAINED_FROM:
         return node
     needs = _TRAINED_FROM[node.role]
@@ -340,7 +340,8 @@ def window_size(spec: GraphSpec) -> int:
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     """Return the nodes that may read the published version v. When all of them have their commits, v can be released.
     Under `latest` a node counts as a reader until its commit, although it may read another version."""
-    newest = version + spec.staleness  # without `latest` v generates only this step; version 0 also all before it
+    # without `latest`, version v generates only step v + eta; version 0 also generates all earlier steps
+    newest = version + spec.staleness
     steps = range(version if spec.uses_latest or not version else newest, min(newest + 1, spec.steps))
     return [
         *(Address("generate", i, s) for i in steps for s in range(spec.shards)),
@@ -349,8 +350,8 @@ def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
 
 
 def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[Address]:
-    """Return the readers that need version v itself in a resumed run, where `newest` had been published. If one
-    of them has no commit and v is gone, v must be published again."""
+    """Return the nodes that need exactly version v in a resumed run. `newest` is the newest version that had been
+    published before. If one of these nodes has no commit and v is gone, v must be published again."""
     steps = range(version, min(version + spec.staleness + 1, spec.steps))
     needing = [i for i in steps if resumed_generation_version(spec, i, newest) == version]
     return [
@@ -360,7 +361,7 @@ def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[A
 
 
 def _readers_of_exactly(spec: GraphSpec, version: int) -> list[Address]:
-    """Return the readers of version v that cannot use another version."""
+    """Return the evaluation and canary nodes of version v, which cannot use another version."""
     readers = [Address("evaluate", version, s) for s in range(spec.eval_shards)] if is_evaluated(spec, version) else []
     if spec.has_canaries and version < spec.steps:
         readers.append(Address("canary", version))
@@ -425,8 +426,8 @@ def gangs_of(
     dividing: Collection[str] = (),
 ) -> list[Gang]:
     """Return the gangs of a placement. `roles` maps each role to a gang's name. `dividing`: names of gangs whose layout
-    divides models. If such a gang has the scoring role, no engine, and no trained or reference model, it divides the
-    models of its rewards."""
+    divides models. Such a gang divides the models of its rewards if it has the scoring role, no engine, and no trained
+    or reference model."""
     gangs = []
     for name in sorted(set(roles.values())):
         own = frozenset(role for role, gang in roles.items() if gang == name)
@@ -452,10 +453,10 @@ def commits_to_recompute(
     """Return the commits that are no longer valid after going back to `version`, children before parents.
 
     Args:
-        dropped_before: arrays of the steps before this one were deleted. Their shards are computed again if they would
-            be trained on again.
-        sampled: under `latest`, the newest version that each shard was sampled with, according to its commit. None if
-            the version is unknown, so that the shard will come out differently.
+        dropped_before: the arrays of all steps before this step were deleted. The shards of such a step are computed
+            again if an update will be trained on them again.
+        sampled: under `latest`, shard's address -> newest version that sampled it, according to its commit. None if the
+            version is unknown, so that the shard would come out differently.
     """
     nodes = list(run_nodes(spec))
     children: dict[Address, list[Address]] = {}
@@ -489,8 +490,9 @@ def can_rewind(
     dropped_before: int = 0,
     sampled: Mapping[Address, int | None] = _NONE,
 ) -> bool:
-    """Return True if the run can go back to `version`. Every older version that is still needed must be `saved` or be
-    the start version. No earlier update may have been trained on a shard that would come out differently."""
+    """Return True if the run can go back to `version`. Every older version that is still needed must have a checkpoint
+    (be in `saved`) or be version 0. No update before `version` may have been trained on a shard that would come out
+    differently."""
     if any(newest is None and address.step < version for address, newest in sampled.items()):
         return False
     standing = set(committed).difference(commits_to_recompute(spec, committed, version, dropped_before, sampled))

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field, replace
 from stages.engines.row_loads import COPY_POSITIONS, EngineLoad, MigrationRequest, RowLoad
 
 MIN_GAIN = 0.03
-"""Smallest part of the rows' predicted time that a plan must save. Measured times scatter, and rows may end early."""
+"""Minimum fraction of the rows' predicted time that a plan must save. Measured times scatter, and rows may end early.
+"""
 _MEASURABLE_BYTES = 1 << 20
 """Minimum number of copied bytes that are measured. The time of smaller copies says little about larger ones."""
 
@@ -58,15 +59,16 @@ def plan_migrations(
     closed: Collection[int] = (),
     waiting_s: float = 0.0,
 ) -> list[Migration]:
-    """Return the migrations to order: those of the plan that ends soonest, if it saves `MIN_GAIN` of the rows' time.
+    """Return the migrations to order: for each version, the migrations of the plan whose work ends soonest. They are
+    left out if the plan saves no more than the fraction `MIN_GAIN` of the rows' time.
 
     Rows go to replicas with the same version of the weights, and only into free places. No replica both sends and
     receives rows. Nothing migrates before some replica has a measured cost of its passes.
 
     Args:
         loads: load of each replica of the pool, by index.
-        closed: replicas that have a node, whether or not its rows have been reported. Such a replica receives no rows
-            if its load shows none.
+        closed: replicas that have a node, whether or not the node's rows have been reported. Such a replica receives no
+            rows if its load has no rows.
         waiting_s: seconds that one replica would need for all nodes that wait for a slot.
     """
     moves: list[Migration] = []
@@ -92,8 +94,8 @@ class _Side:
     def __init__(self, load: EngineLoad) -> None:
         self.load = load
         self.passes = {row.key: row.left for row in load.rows}
-        """Passes that each row needs here. For a row that arrives, the passes during which it stands still are added.
-        """
+        """Row's key -> passes that the row needs here. For a row that arrives, the passes during which it stands still
+        are added."""
         self.held_s = 0.0
         """Seconds in which passes wait for keys and values that are read or written, or for tokens fed again."""
         self.copying = 0
@@ -116,13 +118,13 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Price:
-    """The cost of a row's migration. The source is held up for `read_s`, the target for `write_s`."""
+    """The cost of a row's migration. The source's passes wait for `read_s` seconds, the target's for `write_s`."""
 
     request: MigrationRequest
     copying: int
-    """Passes of the source between which parts of the row are copied."""
+    """Number of passes of the source until all parts of the row are copied: one part between two passes."""
     passes: int
-    """Passes of the target during which the row stands still."""
+    """Number of passes of the target during which the row stands still."""
     read_s: float
     write_s: float
 
@@ -248,7 +250,7 @@ class MigrationPlanner:
     _loads: dict[int, tuple[EngineLoad, float]] = field(default_factory=dict)
     """Last report of each replica, and its time. A replica that has not reported since it was built is missing."""
     _under_way: dict[int, Migration] = field(default_factory=dict)
-    """Migrations by their number."""
+    """Number of a migration -> the migration."""
     _outdated: set[int] = field(default_factory=set)
     """Replicas whose rows have changed by a migration since they reported."""
     _ordered: int = 0

@@ -1,4 +1,4 @@
-"""`stageline worker`: one worker of an attached run on any host, from joining the run to its end.
+"""`stageline worker`: one worker of an attached run (`cluster.kind: attached`) on any host, from joining to the end.
 
     scheduler file? ──► connect ──► join ──► nanny ──fork──► worker process; when it dies, the nanny starts a new one
         │ none yet, or nobody listens there            │
@@ -20,7 +20,7 @@ The worker process ends when this process ends, and this process ends when the d
 
     stageline-NAME-HASH         the board (storage/weights.py)
     stageline-NAME-HASH.lock    locked by every process that uses the board: a local run's driver, each attached
-                                worker. Its text is the path of the lock file of an attached run's driver
+                                worker. For an attached run, its text is the path of the lock file of the run's driver
 
 The system releases a lock when its process ends, even by a kill. The last user removes the board if it ends normally.
 If all users were killed, the board stays until its run is dead. Then the next user of any board in that folder removes
@@ -28,12 +28,12 @@ it:
 
 - A local run is dead if nobody holds the board's lock, because its driver would hold it.
 - An attached run's driver may run on any host, and workers that need the board may be started here again. So the run
-  is dead only if nobody holds the driver's lock either (storage/locks.py).
+  is dead only if nobody holds the board's lock and nobody holds the driver's lock (storage/locks.py).
 
 A new user locks its own board before it looks at others, so no run removes its own board.
 
-The last sections find this host's network addresses, and keep the reason why a worker process ended itself, because
-Dask only tells the driver that it ended.
+The last two sections find this host's network addresses, and keep the reason why a worker process ended itself. Dask
+tells the driver only that the process ended.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ class _AttachedWorker:
         return ending
 
     async def _ask(self, comm: Comm, request: JoinRequest) -> list[int] | None:
-        """Join the run. Return the indices of the GPUs that this worker gets, or None if the driver or this process
-        ends first."""
+        """Join the run, and return the indices of the GPUs that this worker gets. Return None if a signal comes first,
+        or if the driver does not answer. Raises WorkerRefused if the driver refuses this worker."""
 
         async def exchange() -> Any:
             await comm.write({"op": JOIN, **asdict(request)})
@@ -325,8 +325,8 @@ def _connection_arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> SchedulerFile:
-    """Read a scheduler file. Raises WorkerRefused if it is invalid or another user's; OSError if it does not exist yet
-    or may become readable soon."""
+    """Read a scheduler file. Raises WorkerRefused if the file is invalid, unreadable or another user's. Raises OSError
+    if the file does not exist yet, or if it may become readable soon."""
     try:
         return read_scheduler_file(path)
     except StoreError as error:
@@ -427,13 +427,13 @@ class JoinRequest:
     """Time by the clock of its host, in seconds since the epoch."""
     versions: dict[str, str]
     gpus: list[str]
-    """UUIDs of the GPUs that the worker sees, by their index among these GPUs."""
+    """UUIDs of the GPUs that the worker sees. The position in the list is the index of a GPU."""
     shared: str
-    """What is wrong with the run's directory as the worker's host sees it; empty if nothing is."""
+    """Fault of the run's directory, as seen from the worker's host. Empty if it has no fault."""
     wrote: str
     """Name of the file that the worker wrote into the run's `attached` directory, for the driver to read."""
     board_free: int
-    """Bytes for published weights on its host: free ones, and those that hold this run's weights already."""
+    """Bytes for published weights on its host: the free bytes, plus the bytes that this run's weights take already."""
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> JoinRequest:
@@ -457,12 +457,12 @@ class JoinRefused:
 
 
 def local_versions() -> dict[str, str]:
-    """Return the versions that two processes must have in common to exchange objects."""
+    """Return package (or `python`) -> its version here. Two processes that exchange objects must have the same."""
     return {"python": platform.python_version()} | installed_versions(_MUST_AGREE)
 
 
 def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
-    """Return the request to join of a worker on this host. `board`: directory of the host's published weights."""
+    """Return the join request of a worker on this host. `board`: directory of the host's published weights."""
     wrote = f"from-{gang}-{index}-{uuid.uuid4().hex[:8]}"
     return JoinRequest(
         gang=gang,
@@ -480,8 +480,8 @@ def describe_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Jo
 
 
 def gpu_identities() -> list[str]:
-    """Return the UUIDs of the GPUs that this process may see, by their index among these GPUs. A child process lists
-    them, so that this process opens no device. Raises StoreError if that fails."""
+    """Return the UUIDs of the GPUs that this process may see, in the order of their indices. A child process lists the
+    GPUs, so that this process opens no device. Raises StoreError if the child process fails."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     done = subprocess.run([sys.executable, "-c", _GPU_IDENTITIES], capture_output=True, text=True, check=False)
@@ -530,7 +530,7 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
     board itself, unless another process uses it. `driver_lock`: path of the lock file of an attached run's driver.
 
     Raises:
-        StoreError: the board's lock is another user's.
+        StoreError: the board's lock is another user's, or another process keeps an exclusive lock for 120 s.
     """
     board.parent.mkdir(parents=True, exist_ok=True)
     path = board.with_name(f"{board.name}{_LOCK}")
@@ -574,8 +574,8 @@ def _remove_if_unused(lock: IO[str], path: Path) -> None:
 
 
 def _shared_lock(path: Path) -> IO[str]:
-    """Open the lock file at `path` and take a shared lock on it. Raises StoreError if another process keeps an
-    exclusive one."""
+    """Open the lock file at `path` and take a shared lock on it. Raises StoreError if the file is another user's, or if
+    another process keeps an exclusive lock on it for `_REMOVAL_S`."""
     while True:
         held = open_lock(path)
         try:
@@ -628,8 +628,8 @@ def write_exit_reason(log: str | None, reason: str) -> None:
 
 
 def with_exit_reason(driver_reason: str, log: str | None) -> str:
-    """Return the driver's reason why a process ended, followed by the process's own reason. Remove the file with the
-    process's reason."""
+    """Return the driver's reason why a process ended, followed by the process's own reason if it left one. Remove the
+    file with the process's reason."""
     reason = "" if log is None else _read_and_remove(_reason_file(log))
     return f"{driver_reason}: {reason}" if reason else driver_reason
 

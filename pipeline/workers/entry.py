@@ -52,7 +52,7 @@ class Runtime:
     subclass without an engine or models needs only `run`."""
 
     numerics: Mapping[str, str] = MappingProxyType({})
-    """Facts, by name, on which the last bits of the worker's results depend."""
+    """Name -> fact on which the last bits of the worker's results depend, such as the version of a library."""
     rows: ReplicaRows | None = None
     """The rows of a replica, if they may migrate to other replicas; otherwise None."""
 
@@ -80,8 +80,8 @@ class _Resident:
     runtime: Runtime
     mirror: WeightMirror | None = None
     begun_calls: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
-    """The last calls that began here, by address and attempt. Dask does not repeat older ones, because the driver
-    limits the lineage that Dask remembers."""
+    """(address, attempt) of the last calls that began here. Dask does not repeat older calls, because the driver limits
+    the lineage that Dask remembers."""
 
 
 _resident: _Resident | None = None
@@ -107,7 +107,8 @@ def open_rendezvous(spec: WorkerSpec) -> str:
 
 def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
     """Make this process the worker that `spec` describes, and close the worker that it was before. `rendezvous`:
-    address where the ranks of its gang find each other, if it has several."""
+    address where the ranks of its gang find each other, if the gang has several ranks. Raises WorkerLost if this is
+    rank 0 and another process opened the rendezvous."""
     global _resident, _listening
     if rendezvous is not None:
         spec = replace(spec, rendezvous=rendezvous)
@@ -265,8 +266,8 @@ def _report_failure(worker: Worker, call: Call, error: BaseException) -> None:
 
 
 def differing_outcomes(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Return the outcomes that have a warning, or whose start or end differs noticeably from rank 0's: by more than
-    0.1 s, and by more than a tenth of rank 0's duration."""
+    """Return the outcomes of `others` that have a warning, or whose start or end differs noticeably from rank 0's
+    (`first`): by more than 0.1 s, and by more than a tenth of rank 0's duration."""
     tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
     return tuple(other for other in others if _differs(first, tolerance_s, other))
 

@@ -1,7 +1,7 @@
 """Messages between driver and workers: specs, calls and orders to a worker, reports back to the driver.
 
 The driver sends pickles, since workers run the driver's code anyway. Workers report JSON, so that reading a report runs
-no code. The scheduler imports this module too, so it loads neither torch nor Dask.
+no code. The scheduler imports this module too, so this module loads neither torch nor Dask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ limit is lower if `cluster.deadline_s` is short."""
 
 class WorkerLost(RuntimeError):
     """The process that was to run a call died. Or the worker's present process was not built for the call, or has begun
-    it before."""
+    the call before."""
 
     def __init__(self, worker: str, incarnation: int) -> None:
         super().__init__(worker, incarnation)
@@ -88,7 +88,7 @@ class Built:
     address: str
     """Dask address of the process. No later process will have it."""
     numerics: Mapping[str, str]
-    """Facts, by name, on which the last bits of the worker's results depend."""
+    """Name -> fact on which the last bits of the worker's results depend, such as the version of a library."""
     host: str
     """Host of the process, for people."""
 
@@ -125,8 +125,9 @@ class Outcome:
     worker: str
     index: int
     started: float
-    """Time of the start, in seconds since the epoch by the worker's clock; `finished` likewise."""
+    """Time of the start, in seconds since the epoch by the worker's clock."""
     finished: float
+    """Time of the end, by the same clock."""
     store_s: float
     """Seconds of the call spent on reading and writing the store, ledger, weights and checkpoints."""
     warnings: tuple[str, ...] = ()
@@ -222,8 +223,8 @@ class MigrationOrder:
 
 @dataclass(frozen=True)
 class MigrationDone:
-    """A replica's report that a migration order is carried out: the target accepted the rows, or they stay in this
-    replica."""
+    """A replica's report that a migration order is carried out. The target has accepted the rows, up to the first row
+    that it refused. The other rows stay in this replica."""
 
     number: int
     gang: str
@@ -240,7 +241,7 @@ class MigrationDone:
     waiting: tuple[Address, ...]
     """Nodes of this replica that only wait for rows on other replicas, as in `RowsReport`."""
     refusal: str | None = None
-    """Reason why the rows were not accepted."""
+    """Reason why a row was not accepted. None if no row was refused."""
 
 
 Report = Outcome | RankFailure | RowsReport | MigrationDone | SleepReport

@@ -48,7 +48,7 @@ def accept_refit_orders(worker: Worker, take_weights: Callable[[int], None]) -> 
 
 
 def order_take(client: Client, workers: Iterable[str], version: int) -> None:
-    """Order replicas, by address, to load a version. Does not wait."""
+    """Order the replicas at these Dask addresses (`workers`) to load a version. Does not wait."""
     notify(client, workers, TAKE, version=version)
 
 
@@ -88,6 +88,6 @@ def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], No
 
 
 def order_sleep(client: Client, workers: Iterable[str], number: int) -> None:
-    """Order workers, by address, to free their devices. Does not wait. `number`: number of the order. A new order has a
-    larger number; a repeated order has the same."""
+    """Order the workers at these Dask addresses to free their devices. Does not wait. `number`: number of the order. A
+    new order has a larger number than all before. A repeated order has the same number again."""
     notify(client, workers, SLEEP, number=number)

@@ -50,8 +50,8 @@ from storage.weight_copies import is_copy
 from storage.weights import Manifest, WeightBoard, owner_alive
 
 RECENT_BYTES = 64 << 20
-"""Bytes of records that a worker keeps in memory, since `reference`, `logprob`, `value` and both updates of a step read
-the same rows."""
+"""Maximum number of bytes of records that a worker keeps in memory, since `reference`, `logprob`, `value` and both
+updates of a step read the same rows."""
 
 Held = TypeVar("Held")
 
@@ -62,7 +62,8 @@ class Scorer:
 
     training: tuple[Part, ...]
     held_out: tuple[Part, ...]
-    """Parts that score evaluations; the same as `training` if evaluations have none of their own."""
+    """Reward parts that score evaluations. They are the parts in `training` if evaluations have no reward of their own.
+    """
     tokenizer: Tokenizer
 
     @property
@@ -101,7 +102,7 @@ class WorkerParts:
     fetcher: Fetcher | None = None
     """Copies the versions of the weights that this host lacks, from other hosts."""
     numerics: dict[str, str] = field(default_factory=dict)
-    """Facts, by name, on which the last bits of this worker's results depend (stages/native/fingerprint.py)."""
+    """Name -> fact on which the last bits of this worker's results depend (stages/native/fingerprint.py)."""
     warnings: list[str] = field(default_factory=list)
     """Warnings for people, which the driver has not received yet."""
 
@@ -200,7 +201,7 @@ def require_part(part: Held | None) -> Held:
 
 
 def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
-    """Build the parts that the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
+    """Build the parts that the roles of a worker's gang need. `same_layout`: see `StageRuntime.__init__`."""
     config = load_yaml(spec.config_yaml)
     bind_to_gpus(_gpu_addresses())
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)

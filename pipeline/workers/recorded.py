@@ -30,7 +30,7 @@ class RecordedStep:
     step: int
     metrics: Mapping[str, float]
     digests: Mapping[str, str]
-    """Digests of version `step + 1`, by role."""
+    """Role -> digest of its model at version `step + 1`."""
 
 
 def train_recorded(

@@ -65,7 +65,8 @@ class ReplicaRows:
         self._shards: list[Shard] = []
         self._here: frozenset[RowKey] = frozenset()
         self._elsewhere: dict[int, RowKey] = {}
-        """Rows that migrated to other replicas, by ticket: the number that the engine gave a row when it left."""
+        """Ticket -> row that migrated to another replica. A ticket is the number that the engine gave a row when the
+        row left."""
 
     @contextmanager
     def shard(self, address: Address, keys: Iterable[RowKey]) -> Iterator[Shard]:
@@ -87,8 +88,8 @@ class ReplicaRows:
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
-        """From now on call `report(rows here, self.waiting)` whenever the engine reports its load. Call this before
-        rows migrate."""
+        """From now on call `report(load, self.waiting)` whenever the engine reports its load. This method must be
+        called before rows migrate."""
 
         def listen(here: EngineLoad) -> None:
             self._engine.rows_left()  # all unfinished rows of a call may now be on other replicas

@@ -81,7 +81,8 @@ def newest_driver(run_dir: Path) -> int:
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
     """Write the file, which only this user can read. It gets its name when it is complete. Raises FileExistsError if
-    the name is taken, or another OSError. If it raises, no copy of the key is left."""
+    the name is taken. Raises another OSError if the file cannot be written. After an error, no copy of the key is left.
+    """
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -104,16 +105,16 @@ def _link(staged: Path, path: Path) -> None:
 
 
 def remove_scheduler_file(path: Path, nonce: str) -> None:
-    """Remove the scheduler file if it holds this nonce. Another driver's file under the same name stays. Raises
-    OSError."""
+    """Remove the scheduler file if it holds this nonce. Another driver's file under the same name stays, and so does an
+    invalid file. Raises OSError if the file cannot be read or removed."""
     with suppress(FileNotFoundError, StoreError):
         if read_scheduler_file(path).nonce == nonce:
             path.unlink()
 
 
 def read_scheduler_file(path: Path) -> SchedulerFile:
-    """Read a scheduler file. Raises FileNotFoundError if there is none (yet), and StoreError if it is invalid,
-    unreadable or another user's. (Its writer decides what this process will run.)"""
+    """Read a scheduler file. Raises FileNotFoundError if there is no file (yet). Raises StoreError if the file is
+    invalid, unreadable or another user's. (The writer of the file decides what this process will run.)"""
     try:
         with path.open("rb") as stream:
             _check_owner(path, os.fstat(stream.fileno()))

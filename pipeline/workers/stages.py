@@ -246,8 +246,9 @@ def _run_in_engine(
     *,
     exact: bool,
 ) -> tuple[Answer, int]:
-    """Call `run` with the engine while the call's version, or (unless `exact`) a newer one, is resident. Return its
-    result, and the number of the rows with these keys that other replicas finished."""
+    """Call `run` with the engine, while the engine has the call's version of the weights. Unless `exact`, it may also
+    have a newer version. Call `run` again if rows came back from other replicas and the engine no longer has their
+    weights (RowsLost). Return the result of `run`, and how many of the rows (`keys`) other replicas finished."""
     rows = parts.rows
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
@@ -294,7 +295,7 @@ def _sample(
 # ---- weights ---------------------------------------------------------------------------------------------
 
 EXPORT = "export"
-"""Name of the export's work in the background."""
+"""Name of the background work that writes an export."""
 
 
 def update(parts: WorkerParts, call: Call, *, role: Role) -> Commit | None:

@@ -116,9 +116,9 @@ class ExactlyOnceUpdates:
         self._bookkeeping = bookkeeping
         self._warn = warn
         self._damaged: dict[Role, set[int]] = {}
-        """Versions whose checkpoints this process could not use, by role."""
+        """Role -> versions whose checkpoints this process could not use."""
         self._replayed: dict[Role, int] = {}
-        """Number of updates that ran again since the last new one, by role."""
+        """Role -> number of updates that ran again since the role's last new update."""
         self.background = BackgroundWriter()
 
     def broadcast_from_rank_0(self, read: Callable[[], Any]) -> Any:
@@ -126,7 +126,7 @@ class ExactlyOnceUpdates:
         return broadcast_from_rank_0(read, rank=self._rank, ranks=self._ranks)
 
     def model_at(self, role: Role, version: int) -> ModelHost:
-        """Return the host with `role` resident at `version`.
+        """Bring the model of `role` to `version`, and return the host.
 
         Raises:
             ReplayMismatch: a replayed update gave another digest.
@@ -222,8 +222,8 @@ class ExactlyOnceUpdates:
             )
 
     def _load_newest_until(self, role: Role, version: int) -> None:
-        """Bring the role to the newest version that is no newer than `version` and needs no training: the resident one,
-        a checkpoint's, or 0. The role is clean afterwards."""
+        """Bring the role's model to the newest version, up to `version`, that needs no training: the resident version,
+        a checkpoint's version, or 0. Afterwards the model is not dirty (see `ModelHost`)."""
         self.background.wait_for(f"checkpoint of the {role}")
         host = self.host
         resident = -1 if host.dirty(role) or host.version(role) > version else host.version(role)

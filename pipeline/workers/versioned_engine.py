@@ -25,7 +25,7 @@ from storage.weights import BFLOAT16, TensorInfo, WeightBoard, WeightLease
 
 
 class Clock(threading.local):
-    """Counter of the seconds that this thread's call spends on bookkeeping."""
+    """Counter of the seconds that this thread's call spends on bookkeeping: the store, the ledger and new weights."""
 
     seconds: float = 0.0
 
@@ -74,7 +74,7 @@ class VersionedEngine:
         self._board = board
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
-        """Names of the tensors in the last version."""
+        """Names of the tensors in the version that was loaded last. Empty before the first load."""
         self._broken: str | None = None
         """Reason why the engine cannot be used any more."""
         self._loading = False
@@ -192,7 +192,13 @@ class VersionedEngine:
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
-        """Return True if the resident weights are allowed for this shard, or may be replaced now."""
+        """Return True if a shard that needs this version may enter now. Nothing may enter while weights are loaded.
+        Else one of three conditions is enough:
+
+        - The engine is awake, and its version is allowed (`_is_allowed`).
+        - Neither the shard nor any shard inside needs exactly one version, so weights may change in flight.
+        - All shards inside only wait for rows on other replicas, or no shard is inside.
+        """
         if self._loading:
             return False
         if self._is_allowed(version, exact) or (not exact and self._exact == 0):
@@ -216,7 +222,7 @@ class VersionedEngine:
     @contextmanager
     def resident(self, versions: Set[int]) -> Iterator[None]:
         """Keep the resident version for rows of another replica, until the block ends or these rows have left again.
-        Raises RequestError unless the engine is awake and `versions` is exactly its version."""
+        Raises RequestError unless the engine is awake, loads no weights, and has the only version in `versions`."""
         with self._changed:
             if self._loading or self._asleep or versions != {self._version}:
                 raise RequestError(

@@ -1,5 +1,5 @@
-"""Copy published weights to hosts that lack them. Each host has its own board, and a version is copied to each host
-once.
+"""Copy published weights to hosts that lack them. Each host has its own board of published weights
+(storage/weights.py), and a version is copied to each host once.
 
     reader (its board lacks v)              publisher                          earlier asker (its host has, or gets, v)
     ──────────────────────────              ─────────                          ─────────────
@@ -109,7 +109,7 @@ class WeightMirror:
         certificate = worker.security.get_tls_config_for_role("worker")
         self._sender = WeightSender(spec.board, get_address_host(worker.address), certificate)
         self._askers: dict[int, list[str]] = {}
-        """Addresses of the workers that asked this process for a version, in the order of asking, by version."""
+        """Version -> addresses of the workers that asked this process for it, in the order of asking."""
         self._arriving: set[int] = set()
         """Versions that this process is receiving."""
         self._unread: set[int] = set()
@@ -175,8 +175,12 @@ class WeightMirror:
 
     async def _answer(self, version: int, asker: str | None, digest: str | None) -> dict[str, Any]:
         """Return a version's manifest and its source: the address of this host's sender, or of another worker to ask.
-        `asker`: address of the worker that asks and may be redirected to another source; None if it was redirected
-        already. `digest`: the digest that the version must have; None: any."""
+        If the version is neither here nor arriving, return the reason (`missing`) instead.
+
+        Args:
+            asker: address of the worker that asks, if it may be redirected to another source; else None.
+            digest: the digest that the version must have; None: any.
+        """
         try:
             manifest = await self._manifest_to_send(version, digest)
         except MissingOutput as error:
@@ -266,8 +270,9 @@ class WeightMirror:
             self._board.release(version)
 
     async def _source(self, version: int, may_redirect: bool) -> _Source:
-        """Return the process that sends a version: that of the publisher, or of the worker that the publisher names.
-        Raises MissingOutput if the publisher does not have the version."""
+        """Return the process that sends a version. It belongs to the publisher, or to the worker that the publisher
+        names. Raises MissingOutput if the publisher does not have the version. Raises _SourceLost if the publisher or
+        the named worker does not answer, or if the named worker does not have the version."""
         with _raise_as_lost(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]
@@ -313,12 +318,12 @@ class WeightMirror:
 
 
 def order_fetch(client: Client, workers: Iterable[str], version: int) -> None:
-    """Order readers, by address, to copy a version to their hosts. Does not wait."""
+    """Order the workers at these Dask addresses to copy a version to their hosts. Does not wait."""
     notify(client, workers, FETCH, version=version)
 
 
 def order_release(client: Client, workers: Iterable[str], versions: Iterable[int]) -> None:
-    """Tell readers, by address, that nobody reads these versions any more. Does not wait."""
+    """Tell the workers at these Dask addresses that nobody reads these versions any more. Does not wait."""
     notify(client, workers, RELEASE, versions=sorted(versions))
 
 
@@ -337,7 +342,7 @@ def remove_boards(client: Client, workers: Iterable[str]) -> None:
 
 
 def notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
-    """Send an order to workers, by address. Does not wait; the order may be lost."""
+    """Send an order to the workers at these Dask addresses. Does not wait; the order may be lost."""
 
     async def send(worker: str) -> None:
         with suppress(OSError):

@@ -110,9 +110,10 @@ def wait_policy(shared: bool) -> str:
 
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment variables to set in a worker's process, which inherits the forkserver's. They include this
-    process's own variables, because these may have changed since the forkserver started (for example in a notebook that
-    sets credentials after its first run).
+    """Return the environment variables to set in a worker's process. The process also inherits the variables of the
+    forkserver. The result includes this process's own variables (except those in `FORKSERVER_ENVIRONMENT`), because
+    they may have changed since the forkserver started, for example in a notebook that sets credentials after its first
+    run.
 
     Args:
         shared: True if the process shares its cores.
@@ -220,7 +221,7 @@ def nanny_options(
 
 def remove_abandoned_scratch(folder: Path) -> None:
     """Remove scratch directories of Dask and of engines from the temporary folder, if they are this user's and their
-    process has ended. (That of an engine is rarely more than a link: `stages/engines/remote/guard.py`.)"""
+    process has ended. (What is left of an engine is rarely more than a link: `stages/engines/remote/guard.py`.)"""
     for path in (*folder.glob(f"{_SCRATCH}*-*"), *folder.glob(f"{ENGINE_SCRATCH}*-*")):
         owner = path.name.removeprefix(_SCRATCH).removeprefix(ENGINE_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():

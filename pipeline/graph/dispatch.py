@@ -200,8 +200,8 @@ class Dispatch:
         return self.reset_lost([a for a, e in self._entries.items() if self._runs_on(e, gang, worker)])
 
     def can_run_without(self, gang: str, worker: int) -> bool:
-        """Return True if a pool has another usable replica, so that this one need not be restarted at once. Return
-        False if the gang shares its devices, since another gang may wait for them."""
+        """Return True if a pool has another usable replica than `worker`, so that `worker` need not be restarted at
+        once. Return False if the gang shares its devices, since another gang may wait for them."""
         return not self._device_sharing.shares_devices(gang) and any(
             replica != worker for replica in self._gangs[gang].free_slots
         )
@@ -300,7 +300,7 @@ class Dispatch:
         return self._gangs[gang].is_up and not self._is_busy(gang)
 
     def busy_replicas(self, gang: str) -> frozenset[int]:
-        """Return a pool's usable replicas that have shards. Empty for an ordered gang."""
+        """Return a pool's usable replicas with shards in their slots. Empty for an ordered gang."""
         state = self._gangs[gang]
         return frozenset(replica for replica, free in state.free_slots.items() if free < state.gang.concurrent_shards)
 

@@ -139,7 +139,7 @@ def generation_version(spec: GraphSpec, step: int) -> int:
 
 
 def generation_versions(spec: GraphSpec, step: int) -> range:
-    """Return the versions that may generate step i: max(0, i - eta), and under `latest` all newer ones up to i."""
+    """Return the versions that may generate step i: max(0, i - eta), and under `latest` all newer versions up to i."""
     oldest = generation_version(spec, step)
     return range(oldest, (step if spec.uses_latest else oldest) + 1)
 
@@ -386,7 +386,7 @@ class Gang:
     name: str
     roles: frozenset[Role]
     workers: int
-    """Number of ranks of an ordered gang, or of replicas of a pool."""
+    """Number of ranks of an ordered gang, or number of replicas of a pool."""
     concurrent_shards: int = 1
     """Number of shards that a replica of a pool works on at once."""
     divides_scorers: bool = False

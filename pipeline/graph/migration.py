@@ -269,8 +269,8 @@ class MigrationPlanner:
         self.node_s = _nearer(self.node_s, seconds) if self.node_s else seconds
 
     def replica_lost(self, replica: int) -> None:
-        """Forget a replica that is lost or overdue, and the migrations whose source it is. Its next report makes it
-        take part again."""
+        """Forget a replica that is lost or overdue, and the migrations of which it is the source. It takes part again
+        after its next report."""
         self._loads.pop(replica, None)
         self._outdated.discard(replica)
         self._num_reports += 1

@@ -40,7 +40,8 @@ FEWEST_STEPS = 4
 """Minimum number of steps of a run to calibrate from. The first node of each stage on a worker is left out, and three
 more steps show the scatter."""
 _ROUNDS = 4
-"""Number of rounds. Each fits the speed of the engines to their work, and then computes the work with this speed."""
+"""Number of rounds of the fit. A round fits the engines' speed to their work, and then computes the work anew with it.
+"""
 _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
@@ -215,8 +216,8 @@ def _replayed(
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
-    """Return the speed that fits these measurements, and True if they are enough to determine each of its numbers. If
-    not, the numbers keep the proportions of `usual` as far as possible."""
+    """Return the speed that fits these measurements. Also return True if the measurements determine each number of the
+    speed. If not, the numbers keep the proportions of `usual` as far as possible."""
     seconds = np.array([sample.seconds for sample in samples])
     stored = np.array([sample.store_s for sample in samples])
     columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])

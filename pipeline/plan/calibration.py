@@ -114,7 +114,7 @@ ENGINE_STAGES = frozenset(stage for stage, kind in STAGE_KIND.items() if kind ==
 
 
 def typical(hardware: str, *, on_gpus: bool) -> Calibration:
-    """Return assumed speeds, for hardware that nothing was measured on.
+    """Return assumed speeds, for hardware without measurements.
 
     GPUs: training and forward passes reach 45 % of the peak (Narayanan et al. 2021, arXiv 2104.04473, table 1: 44 to
     52 % on A100). Decoding reaches 60 % of the bandwidth, and each pass takes 2 ms more for launches and scheduling. A

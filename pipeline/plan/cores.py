@@ -70,9 +70,9 @@ def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
 
 
 def working_threads(config: RunConfig, share: float) -> dict[str, float]:
-    """Return the effective number of threads of each gang, by its name: of one working replica, or of all ranks of an
-    ordered gang together. The t threads of a process count as `thread_speedup(t, share)`. Gangs that compute no models
-    are left out, because they mostly wait."""
+    """Return gang's name -> effective number of threads of one working replica, or of all ranks of an ordered gang
+    together. The t threads of a process count as `thread_speedup(t, share)`. Gangs that compute no models are left out,
+    because they mostly wait."""
     threads_of = {}
     for gang in config.gangs():
         if gang.roles & {Role.GENERATE, *MODEL_ROLES} or (Role.SCORE in gang.roles and config.scoring_models()):

@@ -62,7 +62,7 @@ class Costs:
     """Mean length of a prompt."""
     gangs: Mapping[str, Gang]
     models: Mapping[str, GangSpeed]
-    """Models and peaks of each gang that holds models, by the gang's name."""
+    """Gang's name -> its models and peaks. Only gangs that hold models are listed."""
     engine: DecodeSpeed
     trunk_stages: frozenset[str]
     """Stages that compute the frozen blocks of their rows. Other stages reuse the outputs that an earlier stage of the

@@ -112,7 +112,7 @@ class DecodeSpeed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Work of decoding some rows, in seconds by cause at the hardware's peaks, and the number of passes."""
+    """Work of decoding some rows: the seconds at the hardware's peaks for each cause, and the number of passes."""
 
     weights: float = 0.0
     context: float = 0.0
@@ -216,11 +216,11 @@ class RowQueue(Generic[Shard]):
         length of its response, and its shard."""
         self._admitted = 0
         self._left: dict[Shard, int] = {}
-        """Number of rows of each shard that have not ended."""
+        """Shard -> number of its rows that have not ended."""
         self._total: _Parts = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         """Work so far."""
         self._begun: dict[Shard, _Parts] = {}
-        """Value of `_total` at the start of each shard."""
+        """Shard -> value of `_total` at its start."""
         self._links_s: dict[int, float] = {}
         """Number of rows in a pass -> seconds that the pass spends in collectives and sends."""
         self._ended: list[tuple[Shard, Decoded]] = []
@@ -383,7 +383,8 @@ def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Dec
     """Return a lower bound of the work of decoding these responses. It assumes that every pass has `max_rows` rows, so
     it holds for any order of the rows, and for any rows of other steps in the batch.
 
-    A pass costs the larger of memory and arithmetic. So all passes together cost at least the larger of both sums."""
+    A pass takes the seconds of its memory reads or the seconds of its arithmetic, whichever are more. So all passes
+    together take at least the larger of the two sums."""
     row_passes = sum(lengths) / speed.tokens_per_pass
     passes = row_passes / speed.max_rows
     context = sum(length / speed.tokens_per_pass * (prompt + length / 2) for length in lengths)

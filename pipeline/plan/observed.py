@@ -4,7 +4,7 @@
     store ────► lengths of the responses ────┼─► Observed, one for each node
     graph ────► nodes and their parents ─────┘
 
-Where workers share cores, a node's seconds are those that it would have taken alone (`cores`).
+Where workers share cores, the seconds of a node are the seconds that it would have taken alone (`cores`).
 
 The first node of each stage on a worker is left out: it compiles, allocates and fills caches. Of several attempts
 at a node, as after the loss of a worker, only the last one is used.

@@ -45,12 +45,13 @@ class Option:
 
     gang: str
     devices: int
-    """GPUs of the gang, or threads of all its workers on a host without GPUs."""
+    """Number of GPUs of the gang. On a host without GPUs: number of threads of all its workers together."""
     used_cores: float
     """Cores that the gang keeps busy while all of its workers run, on a host without GPUs."""
     settings: GangConfig
     changes: Mapping[str, Any]
-    """Settings outside of the placement: `policy` and `critic` (micro_batch_tokens), and the engine's."""
+    """Settings outside of the placement. The keys `policy` and `critic` have the `micro_batch_tokens` of these models.
+    All other keys are settings of the section `engine`."""
     seconds: Mapping[str, tuple[float, ...]]
     """Stage -> seconds of each of its nodes in a step. If `Space.sampled` is true, only the first `_SAMPLED` shards
     have an entry."""
@@ -69,7 +70,7 @@ class Options:
         self._known: dict[tuple[frozenset[Role], int, int, bool], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], bool] = {}
         self._weights: dict[int, float] = {}
-        """Bytes that an engine without its cache takes on each GPU, by the number of its ranks."""
+        """Number of an engine's ranks -> bytes that the engine, without its cache, takes on each GPU."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
         """Return the options of a gang of models with this number of devices that fit in its GPUs (without GPUs, all

@@ -7,7 +7,7 @@
 
 Lower bounds of the mean step time. Each bound holds for every schedule:
 
-    work     a gang runs the nodes of a step one after the other; replicas of a pool share them at best evenly.
+    work     a gang runs the nodes of a step one after the other; replicas of a pool share the nodes at best evenly.
              The work of gangs that share devices adds up.
     cores    the gangs of a host without GPUs share its cores: the sum over all gangs of busy cores x seconds, divided
              by the number of cores
@@ -189,8 +189,8 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
 
 
 def _fits_nowhere(space: Space, nothing: set[str]) -> str:
-    """Return a text that says why no combination fits. It also tries up to 64 times as many GPUs, and names a number
-    that would be enough if it finds one."""
+    """Return a text that says why no combination fits. This function also tries up to 64 times as many GPUs. If the run
+    fits then, the text names a number of GPUs that would be enough."""
     given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
     if not space.run.on_gpus:
         return f"{given} on {space.devices} cores: more cores"

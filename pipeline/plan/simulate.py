@@ -313,15 +313,14 @@ class _Simulation:
         }
         self._down: set[tuple[str, int]] = set()
         self._out: dict[Address, Execution] = {}
-        """Attempts that have not ended, by the node's address."""
+        """Node's address -> its attempt that has not ended."""
         self._cause: Execution | None = None
         """The execution whose end led to the event that is being handled."""
         self._gap = Gap.BOOKKEEPING
         self._last_of: dict[str, Execution] = {}
-        """Last execution that ended, by gang."""
+        """Gang's name -> its execution that ended last."""
         self._lengths: dict[int, dict[int, list[int]]] = {}
-        """Cache of response tokens, by step and shard. The numbers of held-out shards follow those of training
-        shards."""
+        """A cache: step -> shard -> response tokens. Held-out shards are numbered after the training shards."""
         self._replayable: dict[str, deque[float]] = {}
         self._published: list[float] = []
         self._stage_s: defaultdict[str, float] = defaultdict(float)

@@ -40,7 +40,7 @@ class Form:
 
     name: str
     gangs: Mapping[str, frozenset[Role]]
-    """Gangs that hold models, by name."""
+    """Gang's name -> its roles. Only gangs that hold models are listed."""
     shares_devices: bool = False
     """True if these gangs and the engine use the same devices, one after the other."""
 
@@ -54,7 +54,7 @@ class Space:
     calibration: Calibration
     lengths: SameLengths
     devices: int
-    """GPUs, or cores of a host without GPUs."""
+    """Number of GPUs, or number of cores of a host without GPUs."""
     staleness: Sequence[int]
     """Staleness bounds to try."""
     shards: Sequence[int]

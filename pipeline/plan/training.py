@@ -362,8 +362,8 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
 
 
 def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> Numbers:
-    """Return the smallest number of micro-batches for one rank's rows within `micro_batch_tokens` and
-    `micro_batch_rows`. All rows are assumed to have the mean length."""
+    """Return the smallest number of micro-batches for one rank's rows with which each micro-batch stays within
+    `micro_batch_tokens` and `micro_batch_rows`. All rows are assumed to have the mean length."""
     fit = larger(1, optimizer.micro_batch_tokens / (rows.tokens / rows.count) // 1)
     return -(-rows.count // smaller(fit, optimizer.micro_batch_rows or fit))
 

@@ -1,4 +1,4 @@
-"""Entry points in a Dask worker: build the process into a rank or a replica, then run nodes.
+"""Entry points in a Dask worker: turn the process into a rank or a replica, then run nodes.
 
 The runtime is a module global, because a Dask task is a plain function and models outlive tasks. A process that died
 and was started again has no runtime: its calls raise WorkerLost, and the driver builds it again.
@@ -90,7 +90,7 @@ _listening: socket.socket | None = None
 _MAX_RANKS = 4096
 """Maximum number of ranks that may wait at once until rank 0 accepts their connections."""
 _MAX_REMEMBERED_CALLS = 16384
-"""Number of remembered calls: more than one worker gets in 8 steps (`attempts.MAX_LINEAGE`) of 256 shards."""
+"""Number of calls to remember. A worker gets fewer calls in 8 steps (`attempts.MAX_LINEAGE`) of 256 shards."""
 
 
 def open_rendezvous(spec: WorkerSpec) -> str:
@@ -238,7 +238,8 @@ class ForwardedCall:
         ]
 
     def wait_for_outcomes(self) -> list[Outcome]:
-        """Wait for the other ranks and return their outcomes, by rank. Raises PeerFailed if a rank failed."""
+        """Wait for the other ranks. Return their outcomes in the order of the ranks. Raises PeerFailed if a rank
+        failed."""
         outcomes = [asked.result() for asked in self._asked]
         failed = [index for index, outcome in enumerate(outcomes, 1) if outcome is None]
         if failed:

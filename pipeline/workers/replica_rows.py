@@ -140,5 +140,5 @@ class ReplicaRows:
         self._rows.give_back(tickets)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return those of `tickets` whose rows are in other replicas and whose callers still wait."""
+        """Return the tickets whose rows are in other replicas and whose callers still wait."""
         return self._rows.tickets_awaited(tickets)

@@ -360,7 +360,8 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
 
 def _begin_export(parts: WorkerParts, version: int) -> bool:
     """Return True if a version still has to be exported. If so, create the export's directory under a temporary name,
-    as a sign that it is unfinished. If this process dies, the next export of another version finishes this one too."""
+    which shows that the export is unfinished. If this process dies, the next export of another version also finishes
+    this export."""
     exports = parts.config.stored.exports()
 
     def begin() -> bool:

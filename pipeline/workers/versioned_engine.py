@@ -81,9 +81,9 @@ class VersionedEngine:
         self._asleep = False
         """True while the engine has freed its devices."""
         self._inside = 0
-        """Number of shards, and of groups of other replicas' rows, in the engine."""
+        """Number of users of the engine now: shards of this replica, and groups of rows from other replicas."""
         self._exact = 0
-        """Number of shards and groups inside that need exactly one version."""
+        """Number of these users that need exactly one version."""
         self._changed = threading.Condition()
         """Guards the fields above. Never held for long, since the engine's thread takes it too."""
 

@@ -18,9 +18,9 @@ the bytes that it has while more arrive. A sender may die at any time: the reade
 name, because a restarted publisher has another address and the same board. The reader continues where it stopped. Only
 the publisher's memory has the tree of askers, and losing it is harmless.
 
-The driver notifies readers when a version is published, so that it has often arrived before it is needed. It also
-notifies them when nobody reads a version any more. Both messages may be lost. Then the version is fetched when it is
-needed, and the copy is removed together with the board's directory.
+The driver notifies readers when a version is published, so that the version has often arrived before it is needed. The
+driver also notifies readers when nobody reads a version any more. Both messages may be lost. Then the version is
+fetched when it is needed, and the copy is removed together with the board's directory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TransferStats:
 
 
 class Fetcher(Protocol):
-    """The part of a mirror that a runtime uses."""
+    """The part of a `WeightMirror` that a runtime uses."""
 
     def fetch(self, version: int) -> None: ...
 
@@ -202,7 +202,7 @@ class WeightMirror:
             await asyncio.sleep(_LOOK_S)
 
     def _earlier_asker(self, version: int, asker: str) -> str | None:
-        """Return the earlier asker that should serve this one, or None for the first `FAN_OUT` askers."""
+        """Return the earlier asker that should send the version to `asker`, or None for the first `FAN_OUT` askers."""
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
         askers = self._askers.setdefault(version, [])
@@ -224,7 +224,8 @@ class WeightMirror:
                     return
 
     def _copy(self, version: int) -> None:
-        """Ask for a version until it has arrived. If a source is lost, the pieces that it sent are kept."""
+        """Ask for a version until it has arrived. If a source is lost, the pieces that it sent are kept. If a piece is
+        damaged, all pieces are dropped. Raises StoreError if no new piece arrives for `MirrorSpec.timeout_s`."""
         started = time.perf_counter()
         give_up, furthest, pause_s = time.monotonic() + self._spec.timeout_s, 0, _SHORTEST_PAUSE_S
         incoming: IncomingVersion | None = None

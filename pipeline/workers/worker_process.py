@@ -259,7 +259,7 @@ def start_forkserver(*, shared: bool) -> None:
     """Start the forkserver, the process that all workers are forked from, unless this process has one already.
 
     The forkserver imports `PRELOADED` (except on a host with NVIDIA devices), so a worker starts seconds sooner. It
-    blocks the terminal's signals for all workers. OpenMP reads its settings when it is imported, so they are set here.
+    blocks the terminal's signals for all workers. OpenMP reads its settings when it is loaded, so they are set here.
     `shared`: True if the workers share cores."""
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}

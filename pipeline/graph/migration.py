@@ -30,7 +30,7 @@ MIN_GAIN = 0.03
 """Minimum fraction of the rows' predicted time that a plan must save. Measured times scatter, and rows may end early.
 """
 _MEASURABLE_BYTES = 1 << 20
-"""Minimum number of copied bytes that are measured. The time of smaller copies says little about larger ones."""
+"""Minimum number of copied bytes of a migration whose time is used. Smaller copies say little about larger copies."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class CopyCost:
     """The measured cost of migrations. The default values are assumed before the first migration."""
 
     bytes_per_s: float = 200e6
-    """Bytes of keys and values that are copied for each second in which the passes of one replica (source or target)
-    wait."""
+    """Bytes of keys and values that one replica (source or target) reads or writes in a second. Its passes wait
+    meanwhile."""
     standstill_s: float = 0.02
     """Seconds that a row stands still during its migration."""
 
@@ -143,9 +143,9 @@ class _Plan:
         return max(*ends, (sum(ends) + self._waiting_s) / len(ends)) if self._waiting_s else max(ends)
 
     def price(self, row: RowLoad, source: int, target: int) -> _Price | None:
-        """Return what a migration costs, or None if the row may be done before it has migrated. Either its keys and
-        values are copied while it goes on, or the target feeds its tokens again. The way that holds passes up for less
-        time is chosen."""
+        """Return what a migration costs, or None if the row may be done before it has migrated. Either the row's keys
+        and values are copied while the row goes on decoding, or the target feeds its tokens again. The way that holds
+        passes up for less time is chosen."""
         giving, taking = self.sides[source].load, self.sides[target].load
         copy_s = row.cached * giving.position_bytes / self._copies.bytes_per_s if row.cached else math.inf
         fed_s = row.tokens * (taking.prefill_s or giving.prefill_s or giving.pass_s)

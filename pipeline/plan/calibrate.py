@@ -264,8 +264,8 @@ def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
 
 
 def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
-    """Return the mean without the longest and the shortest tenth. A median would ignore the long tail of such times,
-    and a plain mean would count rare stalls."""
+    """Return the mean of `seconds` without the longest tenth and the shortest tenth. A median would ignore the long
+    tail of such times, and a plain mean would count rare stalls."""
     ordered = np.sort(np.asarray(seconds))
     cut = len(ordered) // 10
     return float(ordered[cut : len(ordered) - cut].mean())

@@ -196,10 +196,10 @@ class PassRates:
 
 
 class RowQueue(Generic[Shard]):
-    """The rows of one replica, in flight and waiting, on a clock of seconds.
+    """The rows of one replica, in flight and waiting. All times are in seconds, and time only moves forward.
 
     The rows of all shards form one queue. They are admitted in the order of their shards. A shard ends with its last
-    row. Time only moves forward.
+    row.
     """
 
     def __init__(self, speed: DecodeSpeed, prompt: float, rates: PassRates | None = None) -> None:

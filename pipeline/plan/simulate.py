@@ -270,8 +270,8 @@ class _Worker:
 
     def __init__(self, threads: int, cores: float, engine: RowQueue[Execution] | None) -> None:
         self.threads, self.cores, self.engine = threads, cores, engine
-        """`threads`: maximum number of nodes at once. `cores`: number of cores that it uses while it works. `engine`:
-        queue of a replica's rows, None for other workers."""
+        """`threads`: maximum number of nodes at once. `cores`: number of cores that the worker uses while it runs
+        nodes. `engine`: queue of a replica's rows, None for other workers."""
         self.queue: list[tuple[float, int, Execution]] = []
         self.shards: list[tuple[float, int, Execution]] = []
         """A heap of nodes that have a slot of the replica and wait for its engine."""
@@ -444,7 +444,7 @@ class _Simulation:
         self._begin(worker)
 
     def _begin(self, worker: _Worker, after: Execution | None = None) -> None:
-        """Start those waiting nodes of a worker that can start now. `after`: the node whose end made room."""
+        """Start all waiting nodes of a worker that can start now. `after`: the node whose end made room."""
         while worker.shards:
             one = worker.shards[0][-1]
             if one.is_lost:

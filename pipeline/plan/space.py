@@ -90,9 +90,9 @@ class Space:
 def space_of(
     run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, lengths: Lengths, devices: int
 ) -> Space:
-    """Return the space around a config. Its staleness bounds are 0, 1, 2 and the config's. Its numbers of shards are
-    the config's, half of it and twice it. Numbers are left out if they do not divide the rows evenly, or would divide a
-    prompt's responses between shards."""
+    """Return the space of plans around a config. Its staleness bounds are 0, 1, 2 and the bound of the config. Its
+    numbers of shards are the number in the config, half this number and twice this number. Numbers are left out if they
+    do not divide the rows evenly, or would divide a prompt's responses between shards."""
     config = run.config
     rows = config.rollout.rows
     shards = {config.rollout.shards * 2**power // 2 for power in range(3)}

@@ -72,8 +72,8 @@ from stages.models.protocol import Role
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
 _GRAIN = 32_768
-"""Minimum number of elements per thread: torch adds a thread to an operation on a CPU for each such part
-(ATen/TensorIterator.h: GRAIN_SIZE)."""
+"""Minimum number of elements per thread. On a CPU, torch gives an operation one more thread for each such number of
+elements (ATen/TensorIterator.h: GRAIN_SIZE)."""
 _ELEMENT_FLOPS = 50
 """Number of float32 operations of a matrix product that take as long as one element of an element-wise operation."""
 _WIDTHS = 8
@@ -230,8 +230,8 @@ def update_work(
     gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, epochs: int, minibatches: int
 ) -> Work:
     """Return the work of an update of a role's model: `epochs` passes over the rows, each with `minibatches` optimizer
-    steps. The frozen blocks' outputs are kept from earlier passes. With `model.reuse_forward`, the first pass over the
-    rows needs no forward pass."""
+    steps. The frozen blocks' outputs are kept from earlier passes. If `model.reuse_forward` lists the role, the first
+    of the `epochs` needs no forward pass."""
     part, steps = rows.share(minibatches), epochs * minibatches
     forward, backward = _forward_pass(gang, role, part, trunk=False), _backward_pass(gang, role, part)
     kept = minibatches if role in gang.models.model.reuse_forward else 0

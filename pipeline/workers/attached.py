@@ -381,8 +381,9 @@ def _change_directory(directory: str) -> None:
 
 
 def _own_address(file: SchedulerFile, interface: str | None) -> str:
-    """Return the address at which the driver and the other workers reach this host. It is the interface's address, or
-    without an interface the address of the route to the scheduler."""
+    """Return the address at which the driver and the other workers reach this host. This is the address of `interface`.
+    If `interface` is None, it is the address of the route to the scheduler. Raises WorkerRefused if the host has no
+    such interface, or if the interface has no address."""
     if interface is None:
         return route_address(get_address_host(file.address))
     address = interface_address(interface)

@@ -187,7 +187,7 @@ def run_node(call: Call) -> Outcome:
     """Run one attempt at a node.
 
     Raises:
-        WorkerLost: this process was not built for the call, or has begun it before.
+        WorkerLost: this process was not built for the call, or has begun the call before.
     """
     resident = _resident
     if resident is None or not _is_for_this_process(call):

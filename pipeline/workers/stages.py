@@ -66,7 +66,8 @@ class StageOutput:
     """JSON that the next step's node reads from the commit."""
     weight_versions: tuple[int, ...] = ()
     mask: np.ndarray | None = None
-    """bool [rows, seq], the response mask. A row whose log-probs are zero on all these tokens is refused."""
+    """The response mask, bool [rows, seq]. The store refuses a record that has a row whose log-probs are zero on all
+    tokens of this mask."""
 
 
 @dataclass(frozen=True)

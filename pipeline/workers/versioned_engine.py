@@ -89,10 +89,10 @@ class VersionedEngine:
 
     @contextmanager
     def engine_at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
-        """Return the engine with the weights of `version`. They stay until the block ends, or until all rows of the
-        block have left for other replicas. If the engine updates in flight and `exact` is False, a newer version is
-        allowed too, and the weights may change within the block. Raises DamagedWeights, and keeps the old weights, if
-        the version on the board is not what was published."""
+        """Return a context that gives the engine with the weights of `version`. The weights stay until the block ends,
+        or until all rows of the block have left for other replicas. If the engine updates in flight and `exact` is
+        False, a newer version is allowed too, and the weights may change within the block. If the version on the board
+        is not what was published, the engine keeps the old weights, and DamagedWeights is raised."""
         exact = exact or not self._in_flight
         if not self._is_allowed(version, exact) and not self._board.has(version):
             with clock.bookkeeping():  # before this shard enters, so that other shards do not wait for the transfer

@@ -52,7 +52,7 @@ def build_engine(
             this, vLLM and TensorRT-LLM cannot sleep.
         on_lost: called with the reason if a process of the engine is lost.
         log: log file, for an engine that runs in a Python environment of its own; None: no log.
-        start_s: maximum seconds that such an engine may take to start; None: 600.
+        start_s: maximum seconds that an engine in a Python environment of its own may take to start; None: 600.
 
     Raises:
         ValueError: the settings cannot work.

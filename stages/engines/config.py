@@ -21,7 +21,7 @@ HIDDEN_STATES_BYTES = 64 << 20
 """Memory of the hidden states that a learned draft head is trained on. Finished rows take three quarters of it (2 bytes
 per number), and rows in flight one quarter (4 bytes per number)."""
 ENGINE_WORK_BYTES = 3 << 30
-"""GPU memory that an engine of another project needs in addition to weights and cache, for activations, CUDA graphs and
+"""GPU memory that vLLM or TensorRT-LLM needs in addition to weights and cache, for activations, CUDA graphs and
 buffers. vLLM's log says: "CUDA graphs can take additional 1~3 GiB memory per GPU"."""
 
 

@@ -16,7 +16,8 @@ logits, and p is computed as at temperature 1.
 If an engine differs from this description, its `Capabilities` (capabilities.py) say how. A run learns about an engine's
 abilities only from them. `build_engine` (build.py) builds an engine from a config.
 
-The functions at the end check requests and new weights. Every engine calls them before it accepts a request or weights.
+The functions at the end check requests and new weights. An engine calls the ones that it needs before it accepts a
+request or weights.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ NO_VERSION = -1
 
 
 class RequestError(ValueError):
-    """A request cannot be served: it is empty or too long, has token ids outside the vocabulary, or needs other weights
-    than the resident ones. The message names the row."""
+    """A request cannot be served. For example, its prompt is empty or too long, a token id is outside the vocabulary,
+    or the resident weights have another version. The message names the row."""
 
 
 class WeightsError(ValueError):
@@ -96,8 +97,8 @@ class Request:
     """Version of the weights to sample with. An engine that updates in flight may use a newer one."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
-    """Prescribed tokens of the response, `sampling.max_new_tokens` of them. They are not drawn. The completion has them
-    with their log-probs, computed as for drawn tokens. Empty: all tokens are drawn."""
+    """The prescribed response, exactly `sampling.max_new_tokens` tokens long. Its tokens are not drawn. The completion
+    contains them, with log-probs computed as for drawn tokens. Empty: all tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ class EngineStats:
     shared_tokens: int = 0
     """Number of prompt tokens that were not fed, because their keys and values were in the cache already."""
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of drafted tokens that were verified, by kind of draft."""
+    """Kind of draft -> number of drafted tokens that were verified."""
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of drafted tokens that were accepted, by kind of draft."""
+    """Kind of draft -> number of drafted tokens that were accepted."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
     """Number of tokens that were drafted for a row in a batch -> how often this number occurred."""
     rank_busy_s: tuple[float, ...] = ()
@@ -156,8 +157,8 @@ class GenerationEngine(Protocol):
     """Version of the resident weights."""
     capabilities: Capabilities
     numerics: Mapping[str, str]
-    """Facts that the last bits of the engine's results depend on, by name. `kernels` is always given, and `device` if
-    the engine computes in another process."""
+    """Name of a fact -> its value. The last bits of the engine's results depend on these facts. `kernels` is always
+    given, and `device` if the engine computes in another process."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Sample responses, and yield each row as it finishes. Thread-safe.

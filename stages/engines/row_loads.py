@@ -86,7 +86,8 @@ class EngineLoad:
     position_bytes: int
     """Bytes of one position's keys and values in all layers."""
     cost: PassCost | None
-    """Cost of a pass that only decodes. None until passes with different numbers of rows were measured."""
+    """Cost of a pass that only decodes. None until the measured passes differ enough in their numbers of rows (see
+    `can_fit_line`)."""
     prefill_s: float
     """Running mean of the seconds that feeding one prompt token takes; 0 before the first measurement."""
 

@@ -1,5 +1,5 @@
-"""Batches. `lay_out` turns chunks of rows into the arrays that a runner computes on, and `keep` appends the tokens that
-a batch drew to the rows."""
+"""Batches. `lay_out` turns chunks of rows into the arrays that a runner computes on. `keep` appends the drawn tokens to
+their rows."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Batch:
     wants_hidden: bool = False
     """True if the hidden states from which tokens are drawn are needed (`Draws.hidden`)."""
     tree_paths: BatchTreePaths | None = None
-    """Places in the cache of the keys that each token reads. None if the guesses of every row form a chain, so that all
-    keys are at the places of their positions."""
+    """For each token, the cache places of the keys that it reads. None if the guesses of every row form a chain. Then
+    all keys are at the places of their positions."""
     forced: Mapping[int, int] = field(default_factory=dict)
     """Index in `drawn` -> token that the request prescribes. This token is not drawn; only its log-prob is computed."""
 

@@ -100,7 +100,7 @@ class KVCache:
 
 
 class BlockPool:
-    """Owns the numbers of the blocks: which blocks are free, how many rows hold each block, and which blocks hold the
+    """Assigns the blocks to rows. Knows which blocks are free, how many rows hold each block, and which blocks hold the
     beginning of a prompt.
 
     Rows whose prompts begin alike share the full blocks of that beginning. A shared block is never written again, so

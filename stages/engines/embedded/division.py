@@ -10,7 +10,8 @@ in it.
                                In the last stage it also holds some rows of the output layer
 
 Parts need not be equal. A key/value head and its query heads stay together, so two ranks hold 2 and 1 of 3 key/value
-heads. If there are more ranks than key/value heads, several ranks hold the same key/value head.
+heads. If there are more ranks than key/value heads, several ranks hold the same key/value head, each with some of its
+query heads.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ class DraftCounts:
     """Counts for `EngineStats` since the last call of `stats`."""
 
     drafted: Counter[str] = field(default_factory=Counter)
-    """Number of guesses that were verified, by kind."""
+    """Kind of guess -> number of guesses that were verified."""
     accepted: Counter[str] = field(default_factory=Counter)
+    """Kind of guess -> number of guesses that were accepted."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Number of guesses that a row had in a batch -> how often this number occurred."""
     accepted_at: Counter[int] = field(default_factory=Counter)
@@ -56,7 +57,7 @@ class Drafts(Protocol):
         """Record a batch.
 
         Args:
-            chunks: the chunks that sampled.
+            chunks: the chunks of the batch that sample (`Chunk.samples`).
             kept: for each chunk, the indices of the draws that became tokens (see `batch.keep`).
             hidden: the hidden state from which each of the M draws was made; None if `wants_hidden` is False.
             seconds: the batch's duration without `propose`; None if prompts were fed.

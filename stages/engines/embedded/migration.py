@@ -7,9 +7,9 @@
                  goes on decoding                ─────► write_in: keeps the part in blocks of its own
                  ... until few positions are left ...
     migrate_out: removes rows between two batches
-                 callers keep waiting           ─────► migrate_in: adds them (the rest is imported, or all tokens are
-                 the engine may refit or sleep                     fed again), sampled with the same noise
-    deliver:     returns a row to its caller    ◄───── (ticket, Completion) as each finishes
+                 callers keep waiting           ─────► migrate_in: adds the rows; stores the other keys and values, or
+                 the engine may refit or sleep                     feeds all tokens again; samples with the same noise
+    deliver:     returns a row to its caller    ◄───── (ticket, Completion) as each row finishes
     give_back:   the target is lost, the rows continue here
 
 The first phase shortens the time for which a row stands still in the second phase. It may be left out. It may also stop
@@ -64,7 +64,7 @@ class MigratedRow:
     """Everything that another engine needs to continue a row."""
 
     ticket: int
-    """Number that the row's source engine gave to it."""
+    """Number that the source engine gave to the row."""
     request: Request
     version: int
     """Version of the weights that the row continues with."""
@@ -127,7 +127,7 @@ class MigratingEngine(EmbeddedEngine):
         self._outgoing, self._times = OutgoingRows(), BatchTimes()
         self._watch: LoadWatch | None = None
         self._stored: dict[RowKey, _StoredParts] = {}
-        """Row -> its parts that have arrived. The row itself may arrive later."""
+        """Key of a row -> its parts that have arrived. The row itself may arrive later."""
         self._num_out = self._num_in = 0
         """Numbers of rows that left and arrived since `stats` was last called."""
         super().__init__(*args, **settings)
@@ -253,8 +253,8 @@ class MigratingEngine(EmbeddedEngine):
         rows are running already, or if no keys and values came with it.
 
         Raises:
-            RequestError: a row needs another version, has keys of another model, is too long, or its parts that were
-                sent before are not here. Then none of the rows is accepted.
+            RequestError: a row cannot be served, needs another version of the weights, brings keys of another model, or
+                lacks parts that were sent before. Then none of the rows is accepted.
             RuntimeError: the engine is asleep or has stopped.
         """
         for one in migrated:
@@ -298,7 +298,7 @@ class MigratingEngine(EmbeddedEngine):
 
     def give_back(self, tickets: Collection[int]) -> None:
         """Take back rows that left this engine, and continue them here. If the engine's weights have changed since a
-        row left, its caller gets RowsLost instead."""
+        row left, the row's caller gets RowsLost instead. If the engine has stopped, the caller gets RuntimeError."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.tickets_awaited(tickets)):
                 assert left is not None

@@ -5,8 +5,8 @@
                  └─ movie                   depths     0    1  2   1     0
 
 All guesses of a row are fed in one batch. Each guess attends to the row and to its ancestors in the tree. Of several
-guesses with the same parent at most one is right. The key of guess j is written j places after the row's last key. So
-the keys of the main chain (film is a) are in place: if these guesses are right, their keys are where the keys of the
+guesses with the same parent at most one is right. The key of guess j is written j + 1 places after the row's last key.
+So the keys of the main chain (film is a) are in place: if these guesses are right, their keys are where the keys of the
 row's next tokens belong. A right guess outside the main chain is fed again in the next batch.
 """
 
@@ -49,7 +49,7 @@ class DraftTree:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     def path_to(self, guess: int) -> list[int]:
-        """Return the path from the row to this guess, which is its last element."""
+        """Return the indices of a guess's ancestors, the oldest first, and then `guess` itself."""
         path = [guess]
         while (parent := self.parents[path[-1]]) >= 0:
             path.append(parent)
@@ -88,7 +88,8 @@ NO_GUESSES = DraftTree()
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One call of `generate`: the queue of its results, and an event that is set when its caller has gone."""
+    """A call of `generate` or `migrate_in`: the queue of its results, and an event that is set when its caller has
+    gone."""
 
     results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
     """Queue of rows, each with its completion or error. None in the queue means that the engine has stopped."""

@@ -37,8 +37,8 @@ from stages.native.compile import NoNativeKernelsError
 
 
 class Runner(Protocol):
-    """Owner of weights and cache, which computes batches. One thread submits batches and swaps weights. Meanwhile any
-    other thread may call `prepare`."""
+    """Owner of weights and cache, which computes batches. Only one thread at a time may submit batches or swap weights.
+    Meanwhile any other thread may call `prepare`."""
 
     depth: int
     """Maximum number of batches that are submitted before the first of them is collected."""
@@ -250,7 +250,8 @@ def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
 
 
 def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:
-    """Return the model's sizes. Raises ValueError if `max_seq` or the engine's settings cannot work with them."""
+    """Return the model's sizes. Raises ValueError if the model has fewer than `max_seq` positions, or if `max_seq` or
+    `engine.max_rows` is not positive."""
     spec = read_spec(path)
     if not 0 < max_seq <= spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {spec.max_positions} tokens")

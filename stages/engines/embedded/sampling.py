@@ -213,8 +213,8 @@ def join_parts(
 def forced_logprobs(
     logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float], forced: Mapping[int, int]
 ) -> dict[int, float]:
-    """Return the log-prob of each prescribed token, by row, as `sample` computes it for a drawn token. Leaves `logits`
-    unchanged."""
+    """Return row -> log-prob of its prescribed token, as `sample` computes it for a drawn token. Leaves `logits`
+    unchanged. `forced`: row -> prescribed token."""
     logprobs = {}
     for row, token in forced.items():
         scaled = logits[row] / (temperatures[row] or 1.0)
@@ -225,8 +225,10 @@ def forced_logprobs(
 def forced_logits(
     logits: Float32[torch.Tensor, "rows part"], temperatures: Sequence[float], forced: Mapping[int, int], first: int
 ) -> dict[int, float]:
-    """Return logit / temperature of the prescribed tokens that are in this part of the vocabulary, by row. Call this
-    before `sample_part`, which overwrites the logits. `put_forced` takes the result."""
+    """Return row -> logit / temperature of its prescribed token. Rows whose token is outside this part of the
+    vocabulary are left out. Call this before `sample_part`, which overwrites the logits. `put_forced` takes the result.
+
+    `forced`: row -> prescribed token. `first`: first token of the part."""
     inside = {row: token - first for row, token in forced.items() if 0 <= token - first < logits.shape[1]}
     return {row: float(logits[row, token]) / (temperatures[row] or 1.0) for row, token in inside.items()}
 

@@ -10,8 +10,8 @@ place (see `rows`). Prompts and preempted rows are fed oldest first. A batch fee
 their tokens, so a long prompt is fed in pieces and does not delay the rows that decode.
 
 If `depth` > 1 (pipeline stages on several ranks), several batches are under way at the same time. A row is in at most
-one of them, and each batch takes an equal share of the rows. The shares together hold all rows, so rows that one batch
-leaves out fit into the next one. A row whose batch is under way keeps its blocks. A batch may read keys that an earlier
+one of them. Each batch takes at most an equal share of the rows, so `depth` batches together have room for all rows. A
+row whose batch is under way keeps its blocks. A batch may read keys that an earlier
 batch writes, since every rank runs the batches in order.
 """
 
@@ -26,8 +26,8 @@ from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row
 
 BATCH_PROMPT_TOKENS = 512
-"""Maximum number of prompt tokens in a batch. It bounds the delay of rows that decode, and the memory of
-activations."""
+"""Maximum number of tokens of prompts and preempted rows in a batch. It bounds the delay of rows that decode, and the
+memory of activations."""
 
 
 @dataclass(frozen=True, eq=False)

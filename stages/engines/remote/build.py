@@ -108,7 +108,7 @@ def build_remote(
         message_timeout_s: seconds without a message after which the server counts as lost.
 
     Raises:
-        ValueError: the settings cannot work.
+        ValueError: `migratable` is set, or `max_seq` is not positive or exceeds the model's positions.
         OSError: the interpreter cannot be run, or the model has no weights in files.
         WeightsError: a tensor is missing or has a dtype that cannot be mapped.
         EngineLost: the engine did not start. The message has the last lines of the server's log.

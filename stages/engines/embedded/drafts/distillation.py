@@ -72,10 +72,10 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A draft head for R tokens and hidden size C. Its tensors change in training."""
+    """A draft head for a vocabulary of R tokens and hidden size C. Its tensors change in training."""
 
     ids: Int64[torch.Tensor, " R"]
-    """Token ids, on the CPU."""
+    """Token ids of the head's vocabulary, on the CPU."""
     up: Float32[torch.Tensor, "2*C 2*C"]
     down: Float32[torch.Tensor, "C C"]
     out: Float32[torch.Tensor, "R C"]

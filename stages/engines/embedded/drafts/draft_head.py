@@ -4,11 +4,11 @@
     s_k+1 = s_k + a * W_down (silu(g) * u),   [g, u] = W_up [s_k / rms(s_k), E(y)]
     logits = U s_k+1                           the next guess, which is y of the next step
 
-The constant a is the size of a state (`Student.scale`), and E an embedding. s_k+1 imitates the hidden state that the
-model itself would have after y, so U starts as the model's own output rows and E as its embedding. Both cover a reduced
-vocabulary: the most frequent tokens of the run's responses (`distillation`). A guess is drawn with the noise of its own
-position (Gumbel coupling): if the head's distribution is close to the model's, the guess is usually the token that the
-model draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE (Li et al. 2024).
+The constant a is the root mean square of a state's numbers (`Student.scale`), and E an embedding. s_k+1 imitates the
+hidden state that the model itself would have after y, so U starts as the model's own output rows and E as its
+embedding. Both cover a reduced vocabulary: the most frequent tokens of the run's responses (`distillation`). A guess is
+drawn with the noise of its own position (Gumbel coupling): if the head's distribution is close to the model's, the
+guess is usually the token that the model draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE (Li et al. 2024).
 
 The head changes the speed only. It is not saved; every engine trains its own.
 """
@@ -32,7 +32,8 @@ from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
 
 _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
 """Upper bounds of the confidence classes, in nats. The class of the best guess depends on its lead over the second-best
-one. The class of any other guess depends on its distance from the best one. Both include the noise."""
+one. The class of any other guess depends on its distance from the best one. Lead and distance are differences of
+logits, noise included."""
 _RANKS = 4
 """Number of ranks (the best guess after a token, the second best, ...) that have confidence classes of their own.
 Guesses of lower rank share the classes of the last of these ranks."""

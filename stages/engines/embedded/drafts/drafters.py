@@ -61,7 +61,8 @@ class Drafter(Protocol):
         ...
 
     def finish(self, row: Row) -> None:
-        """Forget a row that is complete or was dropped. A drafter may learn from the response of a complete row."""
+        """Forget a row that is complete, was dropped, or has moved to another engine. A drafter may learn from the
+        response of a complete row."""
         ...
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:

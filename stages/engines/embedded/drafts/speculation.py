@@ -183,7 +183,7 @@ class Speculation:
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
         """Return the rows for which to ask a drafter. If the drafter works position by position, leave out the rows for
-        which other drafters' drafts already promise as many tokens as its own would."""
+        which other drafters' drafts already promise at least as many tokens as its own would."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
@@ -323,10 +323,10 @@ class Acceptance:
         self.passes = 0
         """Number of passes so far; the owner increments it."""
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
-        """Tallies by kind, depth and confidence class. The tally of class None counts how often at least one of a row's
+        """(kind, depth, confidence class) -> tally. The tally of class None counts how often at least one of a row's
         guesses of this kind and depth was right."""
         self._widths: dict[str, float] = {}
-        """Mean number of guesses verified per position, by kind."""
+        """Kind -> mean number of guesses verified per position."""
 
     def observe(
         self, guesses: Guesses, verified: DraftTree, accepted: Collection[int], reached: Collection[int]
@@ -337,8 +337,8 @@ class Acceptance:
             guesses: the guesses that were chosen for the pass.
             verified: the tree of the guesses that were fed: all of `guesses`, or only the first of them.
             accepted: indices of the guesses that were right.
-            reached: indices of the tokens whose successor was drawn; -1 is the row's own last token. Only guesses with
-                such a parent were tested.
+            reached: indices of the guesses after which a token was drawn; -1 stands for the row's own last token. A
+                guess was tested only if its parent is in `reached`.
         """
         depths = verified.depths
         some_right: dict[tuple[str, int], bool] = {}

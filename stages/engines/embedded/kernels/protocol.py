@@ -97,7 +97,7 @@ class Kernels(Protocol):
         """Return a weight packed for `linear`.
 
         Args:
-            parts: the weight's parts, by the row at which each begins.
+            parts: first row of a part -> the part of the weight.
             dtype: dtype to which the weight is rounded.
             old: a packed weight from which rows that are not in `parts` are copied. It is not changed.
             wide: True if `linear` must be able to return float32.
@@ -257,7 +257,7 @@ class Guessed:
     the entries of the other arrays have no meaning."""
     gaps: Float32[np.ndarray, "R depth G"]
     """Logit of the best guess after the same parent minus the logit of this guess, both with noise. For the best guess
-    itself: its logit minus that of the second-best guess."""
+    itself: its logit minus the logit of the second-best guess."""
 
 
 @runtime_checkable

@@ -238,7 +238,7 @@ class ParallelRunner:
         self._processes.attempt(partial(rank.weights.send, message))
 
     def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
-        """Receive an answer from each rank. Return the errors among them, by name of the rank."""
+        """Receive an answer from each rank. Return name of a rank -> its error, for the ranks that answer with one."""
         answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 

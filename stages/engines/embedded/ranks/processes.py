@@ -1,8 +1,8 @@
 """The processes of a model's ranks 1, 2, ...: how rank 0's process starts them, and the program that they run.
 
-A thread of `RankProcesses` starts the processes, waits for their ends and reaps them. They end with this thread
-(`end_with_parent`), so none is left behind, however this process ends. Each process runs `main`. Its arguments COMMANDS
-and WEIGHTS are the file descriptors of its two connections.
+A thread of `RankProcesses` starts the processes, waits for their ends and reaps them. The processes end with this
+thread (`end_with_parent`), so none is left behind, however rank 0's process ends. Each process runs `main`. Its
+arguments COMMANDS and WEIGHTS are the file descriptors of its two connections.
 
     main thread      commands, one after the other: passes, swaps, sleep and wake ──► draws, from the last stage
     second thread    weights: receives tensors, packs them beside the old ones, and answers None or an error

@@ -178,9 +178,10 @@ class RankModel:
 
 
 def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's slices of some of the model's tensors, whose names and shapes were checked. The slices are
-    views, under the names that they have in the rank's own model. If this rank does not use the embedding or the output
-    layer, it gets one row of that matrix, since a packed matrix has at least one row."""
+    """Return this rank's slices of `tensors`, whose names and shapes were checked. The keys are the tensors' names in
+    the rank's own model, and the slices are views. Tensors that this rank does not hold are left out. If this rank does
+    not use the embedding or the output layer, it gets one row of that matrix, since a packed matrix has at least one
+    row."""
     own: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         of_layer = layer_and_part(name)

@@ -41,10 +41,10 @@ class Settings:
 class ServedRow:
     """A request to generate one response.
 
-    The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. Banned are
-    those of `suppress`, and before `min_new_tokens` also those of `stop`. At temperature 0 the token is the arg max,
-    and its log-prob is computed at temperature 1. Otherwise it is the arg max of log p plus noise whose key is (seed,
-    step, row, position), unless `Capabilities.draws` of the engine says otherwise.
+    The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. The tokens
+    in `suppress` are banned. Before `min_new_tokens`, the tokens in `stop` are banned too. At temperature 0
+    the token is the arg max, and its log-prob is computed at temperature 1. Otherwise it is the arg max of log p plus
+    noise whose key is (seed, step, row, position), unless `Capabilities.draws` of the engine says otherwise.
 
     A row that the engine cannot serve (`Capabilities.distributions` and `Capabilities.scores`) is not sent to it."""
 
@@ -111,7 +111,7 @@ class EngineAdapter(Protocol):
         ...
 
     def made(self) -> Mapping[int, int]:
-        """Return the number of generated tokens of each row in flight, by id. The loop calls it before `load`, if rows
+        """Return id -> number of generated tokens, for each row in flight. The loop calls this before `load`, if rows
         are in flight, to record which of their tokens the old weights sampled."""
         ...
 
@@ -147,8 +147,8 @@ _ENVIRONMENT = (
 
 
 def machine_facts() -> dict[str, str]:
-    """Return facts that the last bits of results depend on, by name: the builds of Python and torch, the processor as
-    torch uses it, the GPU, and environment variables that change sums."""
+    """Return name -> value of the facts that the last bits of results depend on: the builds of Python and torch, the
+    processor as torch uses it, the GPU, and environment variables that change sums."""
     facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,11 +1,12 @@
 """Serve TensorRT-LLM. Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
 
     rows ──► AsyncLLM.generate_async, a task each ──► token ids, log-probs of the logits, a reason to finish
-    load ──► bucket by bucket: a copy on every device, its handles to `WorkerExtension.update_weights`; then None
+    load ──► bucket by bucket: a copy on every device, whose handles go to `WorkerExtension.update_weights`; at the
+             end one call with None
 
-- **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). Its log-probs are those
-  of the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max. Other rows are
-  refused before they get here. No recorded call scores given tokens.
+- **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). It computes
+  log-probs from the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max.
+  Other rows are refused before they get here. No recorded call scores given tokens.
 - **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
 - **Weights** are loaded in place when no row is in flight. A refit that fails half-way leaves mixed weights, so any
   error ends the server, and the replica is built anew. Every recorded version needs Ray for a refit.
@@ -49,8 +50,9 @@ class TrtllmAdapter:
     """Owns the engine and the event loop of its calls."""
 
     def __init__(self, settings: Settings) -> None:
-        """Build the engine. Raises MissingFeatureError if the installed version lacks a feature, and RuntimeError,
-        naming the version, if it refuses the settings."""
+        """Build the engine. Raises MissingFeatureError if the installed version lacks a feature. Raises RuntimeError if
+        fewer GPUs than ranks are visible, if the cache does not fit beside the weights, or if TensorRT-LLM refuses the
+        settings."""
         self._settings, self._dtype = settings, getattr(torch, settings.dtype)
         ranks = settings.tensor_parallel * settings.pipeline_parallel
         visible = self.devices()
@@ -70,7 +72,7 @@ class TrtllmAdapter:
     # ---- methods that tests replace on a machine without a GPU ----
 
     def devices(self) -> dict[str, torch.device]:
-        """Return all visible devices, by the names under which ranks look for their handles."""
+        """Return name -> device, for all visible devices. Ranks look for their handles under these names."""
         gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(gpus)}
 
@@ -348,7 +350,7 @@ def buckets(
 
 def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
     """Return the tags of the memory to free: the tag of the cache, and the tag of the weights. If the weights have no
-    tag of their own, the second tag is that of the whole model. Raises MissingFeatureError if a tag is missing."""
+    tag of their own, the second tag is the tag of the whole model. Raises MissingFeatureError if a tag is missing."""
     named = {kind.name: str(kind.value) for kind in kinds}
     weights = "MODEL_WEIGHTS_MAIN" if "MODEL_WEIGHTS_MAIN" in named else "MODEL_ENGINE_MAIN"
     for name in ("KV_CACHE", weights):

@@ -4,7 +4,7 @@ The draw is a logits processor that runs last. It removes the banned tokens, div
 token with our keyed noise. If the request prescribes a token, the processor takes this token instead. It then sets the
 token's logit to its log-prob, and all other logits to -inf. vLLM takes the arg max, and returns the processed "logit"
 as the token's log-prob. So the tokens are the same as in any other engine with keyed draws and the same logits. The
-log-probs are those of the distribution that was drawn from. Prescribed tokens are scored in the same pass.
+log-probs belong to the distribution that the tokens were drawn from. Prescribed tokens are scored in the same pass.
 
 vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks, so the ranks get
 the places of the tensors instead, and map them (`MappedLoading`). If embeddings are tied, we name the output head too.
@@ -229,7 +229,7 @@ def _execution(extra: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _cache_bytes(settings: Settings, ranks: int) -> int:
-    """Return the bytes of one rank's keys and values. The budget in the settings is that of all ranks together."""
+    """Return the bytes of one rank's keys and values. The budget in the settings is for all ranks together."""
     return (settings.kv_budget_mb << 20) // ranks
 
 

@@ -470,8 +470,8 @@ def check_weights(
 
 
 def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Check the shapes of the cache, and that `width`, the width of qkv, is that of all query, key and value heads
-    together. The number of key/value heads is read from the shape of the cache."""
+    """Check the shapes of the cache. Check also that `width`, the width of qkv, is the sum of the widths of all query,
+    key and value heads. The number of key/value heads is read from the shape of the cache."""
     require(keys.ndim == 4, f"keys have {keys.ndim} axes; wanted: 4")
     pool, kv_heads, dim, _ = keys.shape
     expect("keys", keys, (pool, kv_heads, dim, BLOCK_TOKENS), FLOATS)

@@ -128,7 +128,9 @@ class CapturedBatches:
         return sorted(self._replays)
 
     def takes(self, batch: DecodeBatch) -> bool:
-        """Return True if the batch can be captured. Batches that need hidden states (for a learned drafter) cannot."""
+        """Return True if the batch can be captured. It must draw after every token, and have at most `SIZES[-1]` tokens
+        and at most `BANNED` banned tokens per draw. It must have no tree paths, and need no hidden states (a learned
+        drafter needs them)."""
         return (
             not batch.wants_hidden
             and batch.tree_paths is None

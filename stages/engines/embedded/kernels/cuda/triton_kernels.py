@@ -7,8 +7,8 @@ many rows with short ones:
                of the cache at a time, with all query heads that share the key/value head as one matrix product
     _combine   one program per (token, query head): adds up the splits in order of position
 
-Splits begin at fixed positions (0, SPLIT, 2 SPLIT, ...), and each is summed in the same order in any program. A token's
-numbers in these kernels therefore depend on its row alone. On a GPU the batch can still change the matrix products
+Splits begin at fixed positions (0, SPLIT, 2 SPLIT, ...), and each is summed in the same order in any program. So what
+these kernels compute for a token depends only on its row. On a GPU the batch can still change the matrix products
 between the kernels, since cuBLAS chooses their algorithm by the number of rows.
 
 With a bfloat16 cache the operands of both products of the attention are bfloat16; scores, softmax and sums are float32.
@@ -79,7 +79,7 @@ class TritonKernels(TorchKernels):
     programs: int = 1
     """Number of attention programs that keep the whole device busy."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)
-    """`sampling.token_words` by vocabulary size. They are stored here because captured graphs keep reading them."""
+    """Vocabulary size -> its `sampling.token_words`. They are stored here because captured graphs keep reading them."""
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype

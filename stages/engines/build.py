@@ -43,7 +43,7 @@ def build_engine(
         max_seq: maximum length of a prompt and its response together, in tokens.
         threads: number of torch threads.
         device: device of the engine's first rank; None: the engine chooses.
-        eos_token_ids: EOS tokens; empty: those of the model.
+        eos_token_ids: EOS tokens; empty: the model's EOS tokens.
         version: version of the weights in `path`.
         migratable: True if the engine's rows must be able to move to other engines (`MigratingEngine`).
         in_flight: True to load new weights between two tokens, while rows run. By default they are loaded after the

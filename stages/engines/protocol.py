@@ -143,7 +143,8 @@ class EngineStats:
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
     """Number of tokens that were drafted for a row in a batch -> how often this number occurred."""
     rank_busy_s: tuple[float, ...] = ()
-    """Seconds that each rank of the model has spent computing, within `busy_s`."""
+    """Seconds of `busy_s` that each rank of the model has spent computing. An engine that does not measure its ranks
+    gives one entry, equal to `busy_s`."""
     rows_given: int = 0
     """Number of rows that migrated to another engine."""
     rows_taken: int = 0

@@ -57,9 +57,9 @@ def build_embedded(
             number of threads.
         device: device of the engine, or of rank 0 if the model has several ranks. The default is the first GPU, or the
             CPU if there is no GPU.
-        eos_token_ids: EOS tokens; empty: those of the model.
+        eos_token_ids: EOS tokens; empty: the model's EOS tokens.
         in_flight: see `build_engine`.
-        drafters: drafters to use instead of those that `engine.embedded.speculation` names.
+        drafters: drafters to use; empty: the drafters that `engine.embedded.speculation` names.
         on_lost: see `RankProcesses`.
         device_sharing, log, start_s: ignored; this engine needs none of them.
 

@@ -26,9 +26,10 @@ class KVCache:
     """Owns the memory of keys and values. Each layer has keys [P, K, D, BLOCK_TOKENS] and values [P, K, BLOCK_TOKENS,
     D].
 
-    In this layout the keys of a block's positions lie side by side, so a kernel computes their scores together. The
-    dtype is that of the weights. A wider dtype would add little precision and take longer to read, and decoding many or
-    long rows spends most of its time on reading the cache. On a CPU the system may back the memory with huge pages."""
+    In this layout the keys of a block's positions lie side by side, so a kernel computes their scores together. Keys
+    and values have the dtype of the weights. A wider dtype would add little precision and take longer to read, and
+    decoding many or long rows spends most of its time on reading the cache. On a CPU the system may back the memory
+    with huge pages."""
 
     def __init__(
         self,
@@ -104,10 +105,10 @@ class BlockPool:
     beginning of a prompt.
 
     Rows whose prompts begin alike share the full blocks of that beginning. A shared block is never written again, so
-    nothing is copied. A block is identified by its own tokens and the serial number of the block before it. Serial
-    numbers are never reused. A block without holders keeps its content for as long as possible: `take` prefers
-    free blocks without content, and then returns the least recently used block. So rows of the same prompt can share
-    blocks even if they do not run at the same time."""
+    nothing is copied. A block is known if `publish` has registered its content: its own tokens, and the serial number
+    of the block before it. Serial numbers are never reused. A block without holders keeps its content for as long as
+    possible: `take` prefers free blocks without content, and then returns the least recently used block. So rows of the
+    same prompt can share blocks even if they do not run at the same time."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

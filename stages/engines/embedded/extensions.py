@@ -43,7 +43,7 @@ class Drafts(Protocol):
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> Mapping[Row, DraftTree]:
         """Return the guesses for `rows`, which decode in the next batch. Rows without guesses are left out.
-        `num_other_tokens`: number of further tokens that the batch feeds."""
+        `num_other_tokens`: number of tokens that the batch feeds besides the last token of each of these rows."""
         ...
 
     def observe(

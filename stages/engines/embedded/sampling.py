@@ -126,8 +126,8 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 
 def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int, ...]]) -> None:
-    """Set the logits of each row's banned tokens to -inf, in place. One operation serves all rows with the same banned
-    tokens, and usually all rows have the same."""
+    """Set the logits of each row's banned tokens to -inf, in place. Rows with equal banned tokens are changed in one
+    operation, and usually these are all rows."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, tokens in enumerate(banned):
         if tokens:

@@ -39,7 +39,7 @@ _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 def build_vllm(path: str, config: EngineConfig, *, device_sharing: bool = False, **settings: Any) -> GenerationEngine:
     """Build vLLM in the environment of `engine.python`. Takes the arguments of `build_engine`, and raises the errors of
     `build_remote`."""
-    # prefix_caching: rows of one prompt share its keys and values. It changes no number, and costs next to nothing.
+    # prefix_caching: rows of one prompt share its keys and values. It changes no result, and costs next to nothing.
     extra = {
         **dataclasses.asdict(config.vllm),
         "cuda_graphs": config.cuda_graphs,
@@ -96,8 +96,8 @@ def build_remote(
     start_s: float | None = None,
     message_timeout_s: float = _MESSAGE_TIMEOUT_S,
 ) -> GenerationEngine:
-    """Start an engine of another project in the environment of `engine.python`. The arguments that are not listed here
-    are those of `build_engine`.
+    """Start an engine of another project in the environment of `engine.python`. `build_engine` describes the arguments
+    that are not listed here.
 
     Args:
         adapter: class that serves the engine, as `module:Class`.

@@ -39,7 +39,7 @@ _FEATURE_WEIGHT = 0.1
 _ENOUGH_TOKENS = 512
 """Number of response tokens that are collected before the head is created, since its vocabulary is chosen from them."""
 _PUBLISH_STEPS = 16
-"""Number of training steps between two published copies of the head."""
+"""Number of training steps between two published copies of the head. A copy is also published when training stops."""
 _PLACE_BYTES = 16
 """Bytes of a stored position in addition to its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02

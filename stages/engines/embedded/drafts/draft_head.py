@@ -8,7 +8,8 @@ The constant a is the root mean square of a state's numbers (`Student.scale`), a
 hidden state that the model itself would have after y, so U starts as the model's own output rows and E as its
 embedding. Both cover a reduced vocabulary: the most frequent tokens of the run's responses (`distillation`). A guess is
 drawn with the noise of its own position (Gumbel coupling): if the head's distribution is close to the model's, the
-guess is usually the token that the model draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE (Li et al. 2024).
+guess is usually the token that the model draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE
+(Li et al. 2024).
 
 The head changes the speed only. It is not saved; every engine trains its own.
 """

@@ -4,7 +4,7 @@
                           │           trees of one row are merged ──► choose_guesses
                           │   a drafter that works position by position is asked for the draft length that pays on
                           │   average (choose_depth, which counts the drafting time), or not at all
-    pass: seconds, accepted or not, hidden states ──► costs, acceptance, drafters
+    pass ──► its seconds (costs), the guesses that were right (acceptance), its hidden states (drafters)
 
 The best choice may be no guesses, which is plain decoding. This happens with large batches, whose passes cost in
 proportion to their tokens. A draft length is chosen once for several passes, so the choice costs almost nothing.

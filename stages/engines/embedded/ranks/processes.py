@@ -4,8 +4,9 @@ A thread of `RankProcesses` starts the processes, waits for their ends and reaps
 thread (`end_with_parent`), so none is left behind, however rank 0's process ends. Each process runs `main`. Its
 arguments COMMANDS and WEIGHTS are the file descriptors of its two connections.
 
-    main thread      commands, one after the other: passes, swaps, sleep and wake ──► draws, from the last stage
-    second thread    weights: receives tensors, packs them beside the old ones, and answers None or an error
+    main thread      carries out commands one after the other: passes (the last stage answers with the draws), swaps of
+                     weights, reads and writes of the cache, sleep and wake
+    second thread    receives new weights, packs them beside the old ones, and answers None or an error
 
 A rank's process also ends when one of its two connections closes.
 """

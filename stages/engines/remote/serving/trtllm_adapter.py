@@ -1,6 +1,6 @@
 """Serve TensorRT-LLM. Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
 
-    rows ──► AsyncLLM.generate_async, a task each ──► token ids, log-probs of the logits, a reason to finish
+    rows ──► AsyncLLM.generate_async, one task per row ──► token ids, log-probs of the logits, a reason to finish
     load ──► bucket by bucket: a copy on every device, whose handles go to `WorkerExtension.update_weights`; at the
              end one call with None
 

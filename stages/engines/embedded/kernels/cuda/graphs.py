@@ -7,13 +7,13 @@ and nothing read from the host in between. Therefore
     shapes    a batch is padded to the next of `SIZES` tokens; padding tokens have no block and are ignored
     memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, by one
                   copy; the draws leave through another buffer
-    lengths   the kernels read them from the positions (`triton_kernels`), so one graph serves every context
+    lengths   the kernels read each row's length from its position (`triton_kernels`), so one graph serves every length
     weights   stay in place: a refit copies into them (`LocalRunner.swap`). Two sets of weights, each with its own
               graphs, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) but take twice the memory
     cache     stays in place; when its memory is released, the graphs are dropped too (`clear`)
 
 Only batches that draw after every token are captured: rows that decode, with or without drafts. Prompts run eagerly.
-Without capture (`run_directly`) a batch is padded too, so it gives the same numbers as a graph would. Tests use this on
+Without capture (`run_directly`) a batch is padded too, so it gives the same results as a graph would. Tests use this on
 a CPU. Nothing here has run on a GPU yet.
 
 Shape letters: see `kernels.protocol`.
@@ -99,8 +99,8 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        """Capture `run` as a graph, and return a function that replays it. Before that, call `run` once, so that
-        kernels are compiled and workspaces allocated."""
+        """Capture `run` as a graph, and return a function that replays it. `run` is called once before it is captured,
+        so that kernels are compiled and workspaces allocated."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()

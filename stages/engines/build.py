@@ -48,16 +48,18 @@ def build_engine(
         migratable: True if the engine's rows must be able to move to other engines (`MigratingEngine`).
         in_flight: True to load new weights between two tokens, while rows run. By default they are loaded after the
             rows in flight have finished.
-        device_sharing: True to build the engine so that it can sleep and leave its devices to other gangs. Without
-            this, vLLM and TensorRT-LLM cannot sleep.
+        device_sharing: True to build the engine so that it can sleep and leave its devices to other gangs (groups of
+            processes of the run). Without this, vLLM and TensorRT-LLM cannot sleep.
         on_lost: called with the reason if a process of the engine is lost.
-        log: log file, for an engine that runs in a Python environment of its own; None: no log.
+        log: log file, for an engine that runs in a Python environment of its own; None: its output is kept only for
+            error messages.
         start_s: maximum seconds that an engine in a Python environment of its own may take to start; None: 600.
 
     Raises:
-        ValueError: the settings cannot work.
+        ValueError: `max_seq`, `migratable` or a setting does not suit the model or the kind of engine.
         WeightsError: a tensor is missing, unknown, of another shape or not finite.
         EngineLost: an engine in a Python environment of its own did not start.
+        Further errors: see `build_embedded` and `build_remote`.
     """
     module, _, name = _BUILDERS[config.kind].partition(":")
     build: Callable[..., GenerationEngine] = getattr(importlib.import_module(module), name)

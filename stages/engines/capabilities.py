@@ -18,8 +18,8 @@ from stages.engines.config import EngineConfig
 
 Device = Literal["cpu", "cuda"]
 _SERVER_BYTES = 950 << 20
-"""Memory of a process of vLLM, mostly for libraries. With vLLM's CPU build, 660 MiB were measured with a tiny model,
-and 820 to 910 MiB with SmolLM2. Other builds were never measured."""
+"""Memory of a process of vLLM or TensorRT-LLM, mostly for libraries. With vLLM's CPU build, 660 MiB were measured with
+a tiny model, and 820 to 910 MiB with SmolLM2. Other builds and TensorRT-LLM were never measured."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class EngineMemory:
     reserves_cache: bool = False
     """True if the engine allocates all of `engine.kv_budget_mb` at the start, even if its rows need less."""
     refit_bytes: int | None = None
-    """Bytes of new weights that a rank holds beside the old ones during a refit. If the largest tensor has more bytes,
-    its size counts instead. None: all weights of the rank."""
+    """Bytes of new weights that a rank holds beside the old ones during a refit (a load of new weights). If the largest
+    tensor has more bytes, its size counts instead. None: all weights of the rank."""
     process_bytes: int = 0
     """Bytes of each process in the engine's own Python environment, without weights and cache. 0: the engine has no
     processes of its own."""

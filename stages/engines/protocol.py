@@ -1,11 +1,11 @@
 """The protocol that every generation engine implements, and the records that it uses.
 
-A run uses an engine as follows. Several shards call `generate` at the same time, from several threads. The engine
-batches the rows of all calls, and yields each row as it finishes. Every request names the version of the weights that
-it must be sampled with (`Request.version`). If another version is resident, the caller first calls `load_weights`. By
-default `load_weights` waits until the rows of the older version have finished (drain). An engine that updates in flight
-does not wait: its accepted rows continue under the new weights. Such an engine also accepts rows that ask for an older
-version than the resident one. `Completion.versions` tells which version sampled each token.
+A run uses an engine as follows. Several shards (parts of a step's rows) call `generate` at the same time, from several
+threads. The engine batches the rows of all calls, and yields each row as it finishes. Every request names the version
+of the weights that it must be sampled with (`Request.version`). If another version is resident, the caller first calls
+`load_weights`. By default `load_weights` waits until the rows of the older version have finished (drain). An engine
+that updates in flight does not wait: its accepted rows continue under the new weights. It also accepts rows that ask
+for an older version than the resident one. `Completion.versions` tells which version sampled each token.
 
 Let p be the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. If
 draws are keyed, the token at a position is argmax(log p + Gumbel noise). Positions are counted from the prompt's first

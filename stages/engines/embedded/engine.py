@@ -188,8 +188,8 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Remove a row from its call's count of rows in this engine, and end its speculative decoding. The caller holds
-        the lock."""
+        """Subtract a row from the `num_local_rows` of its call, and end its speculative decoding. The caller holds the
+        lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)

@@ -115,7 +115,7 @@ def build_weights(
 def refit_weights(
     spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
-    """Return a copy of `old` in which `tensors` replace the old ones. Their names and shapes must have been checked.
+    """Return a copy of `old` in which `tensors` replace the old ones. The caller has checked their names and shapes.
     Fields of the record that do not change are shared with `old`, so only the changed fields need memory. Raises
     WeightsError, naming the first tensor that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device

@@ -51,7 +51,7 @@ class Tokens:
     tables: Int32[torch.Tensor, "R W"]
     """Cache blocks of each row in order. Each block holds 16 positions."""
     longest: int
-    """Largest position + 1, or an upper bound of that."""
+    """Largest position + 1, or a larger number."""
     tree_paths: TreePaths | None = None
     """Places of the keys that each token reads. None if all keys are at the places of their positions. This is the case
     without guesses, and with guesses that form chains."""

@@ -41,7 +41,7 @@ NO_VERSION = -1
 
 class RequestError(ValueError):
     """A request cannot be served. For example, its prompt is empty or too long, a token id is outside the vocabulary,
-    or the resident weights have another version. The message names the row."""
+    or the resident version of the weights cannot serve it. The message names the row."""
 
 
 class WeightsError(ValueError):
@@ -168,8 +168,8 @@ class GenerationEngine(Protocol):
         first row, its unfinished rows are dropped.
 
         Raises:
-            RequestError: raised before any row runs, if a request cannot be served or the resident weights have another
-                version.
+            RequestError: raised before any row runs, if a request cannot be served, for example by the resident version
+                of the weights (see `check_version`).
             RuntimeError: raised before any row runs, if the engine is asleep or has stopped. The iterator raises
                 EngineLost or another RuntimeError if the engine stops later.
             RowsLost: raised by the iterator if rows that migrated come back too late (see `RowsLost`).

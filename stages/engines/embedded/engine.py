@@ -153,7 +153,7 @@ class EmbeddedEngine:
         return bool(chunks)
 
     def _sample_and_finish(self) -> None:
-        """End the oldest batch: append the tokens that it drew to its rows, and retire the rows that are complete or
+        """End the oldest batch: append the drawn tokens to their rows, and retire the rows that are complete or
         failed."""
         scheduler, batch = self._scheduler, self._running_batches.popleft()
         chunks, draws = batch.chunks, self._runner.collect()

@@ -250,7 +250,7 @@ class MigratingEngine(EmbeddedEngine):
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
         """Continue rows of another engine, and return an iterable over their completions. A row is queued if `max_rows`
-        rows are running already, or if no keys and values came with it.
+        rows are running already, or if none of its keys and values are here.
 
         Raises:
             RequestError: a row cannot be served, needs another version of the weights, brings keys of another model, or

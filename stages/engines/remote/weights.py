@@ -20,7 +20,7 @@ from stages.models.spec import ModelSpec, read_spec, tensor_shapes
 _SHARED_MEMORY = Path("/dev/shm")
 _HEADER = struct.Struct("<Q")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Safetensors' name of a dtype -> ours."""
+"""Safetensors' name of a dtype -> its name in `TensorPlace.dtype`."""
 
 
 class ModelFiles:

@@ -23,7 +23,7 @@ Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, t
 
 @functools.cache
 def fastest_choice(device: str) -> tuple[str, Choose]:
-    """Return the name of the fastest implementation of the draw on a type of device, and the function. On a CPU with a
+    """Return the fastest implementation of the draw on a type of device: its name and the function. On a CPU with a
     compiler this is the embedded engine's C kernel. Otherwise it is `sample`, in torch."""
     if device == "cpu":
         try:

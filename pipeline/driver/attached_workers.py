@@ -5,7 +5,7 @@
 `WorkerRegistry` decides who may join, in the scheduler's thread. `pipeline/workers/attached.py` has the worker's side.
 
     JoinRequest ──► does the run wait for this worker? ──► is its host fit? ──► free GPUs ──► joined
-                          │ no: refused, a warning                │ no: refused; the executor gives it up
+                          │ no: refused, a warning                │ no: refused; the run leaves it out, or ends
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class WorkerRegistry:
                 del self._joined[worker]
 
     async def end(self, reason: str) -> None:
-        """Tell every worker to end, with all processes that it started."""
+        """Tell every joined worker to end, together with all processes that it started."""
         for joined in list(self._joined.values()):
             with suppress(OSError):
                 await joined.connection.write({"over": reason})
@@ -286,7 +286,8 @@ class WorkerRegistry:
         return None if text is None else JoinRefused(name, index, text, fatal=False)
 
     def _board_bytes_of(self, request: JoinRequest) -> int:
-        """Return the bytes of weights that must fit into the shared memory of this worker's host."""
+        """Return the bytes of weights that must fit into the shared memory of this worker's host. 0 if its gang neither
+        generates nor trains the policy."""
         return 0 if self._gangs[request.gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}) else self._board_bytes
 
     def _gpus_for(self, request: JoinRequest) -> tuple[int, ...] | str:

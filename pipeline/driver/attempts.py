@@ -4,20 +4,20 @@
                   │ │
                   │ └─ its worker is a suspect ──► abandoned: the node also runs elsewhere; the first commit counts
                   ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
-                  └─── raised ──► the run ends; after a transient error (store out of reach) it is tried again first
+                  └─── raised ──► the run ends; after a transient error (store out of reach) the node first runs again
 
-A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt adds its number, because a
-key whose old future is still held anywhere returns its old error. On an ordered gang a node is one task: rank 0 passes
-the call on to its peers (`pipeline.workers.entry`) and reports when all have done their part. A rank that raises
-reports that at once, by itself.
+A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt's key also has the
+attempt's name, because Dask returns the old error for a key whose old future is still held anywhere. On an ordered gang
+a node is one task: rank 0 passes the call on to its peers (`pipeline.workers.entry`) and reports when all have done
+their part. A rank that raises reports its error at once, by itself.
 
 A parent's future becomes a Dask dependency in two cases: the parent is still running (a FREE node is submitted before
 its parents are done), or its result lies in the process that runs the child. In all other cases Dask would fetch the
 result, and wait for ever for a process that is stopped or does not release its interpreter lock. It would also compute
 lost results again with all their ancestors. Neither is needed: Dispatch keeps the order, and the output is in the
-store. In every `MAX_LINEAGE`-th step, results of other steps are not passed: Dask remembers all ancestors of a task
-that it remembers, and would hold the whole run. If a parent raises, Dask raises the same error in a dependent child,
-before the child begins.
+store. In every `MAX_LINEAGE`-th step, results of other steps are not passed. Otherwise Dask would hold every task of
+the run, since it keeps all ancestors of a task that it keeps. If a parent raises, Dask raises the same error in a
+dependent child, before the child begins.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Attempt:
     num_ranks: int = 1
     """Number of ranks that run the node together. Rank 0 has the future and reports for all of them."""
     fails_at: float = math.inf
-    """Time from which its errors count as the stage's own. Until then a peer's death may be their cause."""
+    """Time from which the attempt's errors count as the stage's own. Until then, a peer's death may be their cause."""
     retry_at: float = math.inf
     """Time at which the node is submitted again after a transient error. Until then the attempt holds its slot."""
     outcome: Outcome | None = None
@@ -117,8 +117,8 @@ def parent_futures(
 
 
 def failed_with_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
-    """Return True if this attempt was submitted early, and a parent raised whose own attempt is not judged yet. Then
-    Dask gave this attempt the parent's error. Its node never began, and runs again together with the parent."""
+    """Return True if this attempt was submitted early, and the present attempt at one of its node's parents raised.
+    Then Dask gave this attempt the parent's error. Its node never began, and runs again together with the parent."""
     parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.is_submitted_early else ()
     return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
@@ -128,7 +128,8 @@ class Attempts:
     may depend on."""
 
     def __init__(self, context: Context, supervision: Supervision, on_done: Callable[[Node, Outcome], None]) -> None:
-        """`on_done(node, outcome)` is called once for each node that has its commit, with rank 0's outcome."""
+        """`on_done(node, outcome)` is called once for each node, after its commit. `outcome`: of rank 0 or of the
+        replica."""
         self._context = context
         self._supervision = supervision
         self._on_done = on_done
@@ -238,7 +239,8 @@ class Attempts:
 
     def on_worker_down(self, worker: WorkerKey, suspect: bool) -> None:
         """Run the nodes of a suspect or lost worker again. A suspect's attempts are abandoned, but their outcomes still
-        count. If the worker is lost, so are all attempts and results of its restart unit."""
+        count. If the worker is lost, all attempts and results of the workers that are restarted with it are lost
+        too."""
         reset = self._context.dispatch.on_worker_down(*worker)
         if suspect:
             self._reset_nodes(reset, abandon_on=worker)
@@ -251,14 +253,16 @@ class Attempts:
         self.release([address for address, result in self._results.items() if result.worker in unit])
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
-        """Release the slots of nodes that only wait for rows on other replicas, if they still run on that worker."""
+        """Release the slots of these nodes, if they still run on that worker: they only wait for rows that have moved
+        to other replicas."""
         for address in addresses:
             attempt = self._attempts.get(address)
             if attempt is not None and attempt.worker == worker:
                 self._context.dispatch.release_slot(address)
 
     def check_deadlines(self) -> None:
-        """Submit nodes again whose back-off is over. Judge attempts whose errors stayed unclear, and overdue ones.
+        """Submit nodes again whose back-off is over. Handle attempts whose errors are still unclear at `fails_at`, and
+        attempts that are overdue.
 
         Raises:
             StageFailed: the stage itself failed.

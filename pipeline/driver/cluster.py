@@ -8,9 +8,9 @@
             worker processes, on 127.0.0.1                   host: `stageline worker`: a nanny ──fork──► worker process
 
 Anyone who can talk to a Dask scheduler or worker can make it run any code, and every user of a host can connect to its
-ports. So all of them use TLS and accept only the run's own certificate. The driver makes this certificate when it
-starts. It exists only in the memory of these processes and, in an attached run, in the scheduler file (mode 0600, in a
-folder of mode 0700).
+ports. So the scheduler and all workers use TLS and accept only the run's own certificate. The driver makes this
+certificate when it starts. The certificate exists only in the memory of these processes and, in an attached run, in the
+scheduler file (mode 0600, in a folder of mode 0700).
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
 
 
 def workers_by_address(client: Client) -> dict[str, str]:
-    """Return the names of the worker processes that the scheduler knows, by address."""
+    """Return address -> name of each worker process that the scheduler knows."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
     return {address: str(info["name"]) for address, info in workers.items()}
 
 
 def last_heartbeats(client: Client) -> dict[str, float]:
-    """Return the last heartbeat of each worker process, by name, in seconds of the scheduler's clock."""
+    """Return worker name -> time of the last heartbeat of its process, in seconds of the scheduler's clock."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
     return {str(info["name"]): float(info["last_seen"]) for info in workers.values()}
 

@@ -34,7 +34,7 @@ class ExecutorSettings:
     config_yaml: str = field(repr=False)
     """The resolved config, for the workers."""
     boards: Mapping[str, str] = field(default_factory=dict)
-    """Directory of published weights on the hosts of each gang, by gang. Empty: no weights are published."""
+    """Gang -> directory of published weights on its hosts. Empty: no weights are published."""
     runtime: str = "pipeline.workers.runtime:StageRuntime"
     """module:class of the runtime that every worker builds."""
 
@@ -49,7 +49,7 @@ class ExecutorEvents:
     """The receiver of an executor's events. An exception that a method raises ends the run."""
 
     def on_node_done(self, node: Node, outcome: Outcome) -> None:
-        """Called with a node that has its commit, and rank 0's outcome."""
+        """Called once for each node, after its commit. `outcome`: of rank 0 or of the replica that ran it."""
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         """Called when a worker is built, before it gets work. `numerics`: facts, by name, on which the last bits of

@@ -7,7 +7,7 @@
                                task one column to the right of its dependencies, and all tasks without dependencies into
                                one endless column
     /groups                    Dask's drawing, in another order. Dask's page orders the groups (`dask.order`) as if they
-                               had no dependencies, and fails at a group that comes before one that it depends on
+                               had no dependencies, and fails if a group comes before a group that it depends on
 
 Loads Bokeh, so it is imported only if there is a dashboard.
 """

@@ -19,8 +19,8 @@ A rank of a gang may raise because a peer died. So the driver waits `PEER_GRACE_
 blames the stage.
 
 A worker that is overdue (stopped, hung) is killed if no other worker can do its work. Otherwise it becomes a *suspect*:
-its shards run elsewhere at once, and the first attempt at a node that commits counts. The suspect gets work again when
-all its old attempts have ended. If they do not end within another deadline, the suspect is killed.
+its shards run elsewhere at once. If a node has several attempts, the first one to commit counts. The suspect gets work
+again when all its old attempts have ended. If they do not end within another deadline, the suspect is killed.
 
 The driver's clock stops while the driver is suspended. So deadlines do not expire while a job is suspended.
 """
@@ -57,8 +57,8 @@ from storage import codec
 from storage.address import Address
 
 _MAX_CHECK_INTERVAL_S = 5.0
-"""Maximum number of seconds by which the driver's clock advances between two notices. So the time for which the driver
-was suspended does not count against deadlines."""
+"""Maximum number of seconds by which the driver's clock advances between two notices. So of the time for which the
+driver was suspended, at most this much counts against deadlines."""
 _PROCESSES = "all"
 """Topic on which Dask's scheduler reports processes that ended."""
 

@@ -49,9 +49,10 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return the wanted markers by node, parents before children: those of the window and of the `staleness` + 1 steps
-    before it, since the window's generation depends on the publications of these steps. Empty if the window alone has
-    more than `MAX_MARKERS` nodes. `admitted`: the first step after the window."""
+    """Return node address -> wanted marker, parents before children, for the window and the `staleness` + 1 steps
+    before it: the window's generation depends on the publications of these steps. The oldest steps are left out if
+    there would be more than `MAX_MARKERS`. Empty if the window alone has more nodes than that. `admitted`: the first
+    step after the window."""
     if not statuses or len(statuses) > MAX_MARKERS:
         return {}
     shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)

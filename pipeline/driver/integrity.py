@@ -2,9 +2,9 @@
 
     resume ──► damaged commit records ──► set aside in damaged/; their nodes run again, and must produce the content
                                           that later outputs were made from
-               outputs whose inputs have changed ──► StoreError that names them
-    a worker process was replaced ──► what the old one had committed is moved into place
-    the end ──► the same, and all leftovers of attempts are removed
+               outputs whose inputs have changed ──► StoreError that names the first
+    a worker process was replaced ──► files that the old process had committed are moved into place
+    the run ends ──► committed files are moved into place; without an error, leftovers of attempts are removed too
 
 Three parts follow: `repair_store` and its checks, `unneeded_outputs` (lost outputs that the run no longer needs), and
 the rewind to the newest checkpoint (`stageline resume RUN --from-checkpoint`).
@@ -55,10 +55,10 @@ class Repairs:
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
     expected_digests: Mapping[Address, str] = field(default_factory=dict)
-    """Content digest of each output that has no commit although committed outputs were made from it, by address."""
+    """Address of an output that has no commit although committed outputs were made from it -> digest of its content."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
-    """Under `latest`: the version that sampled each generated shard in `expected_digests`. Under this setting the graph
-    does not fix that version."""
+    """Address of a shard of rollouts in `expected_digests` -> version of the weights that sampled it. Empty under
+    `rollout.versions: exact`, where the graph fixes this version."""
     unneeded_outputs: frozenset[Address] = frozenset()
     """Lost outputs that no node needs any more. They count as done."""
 
@@ -67,9 +67,9 @@ _NONE: Mapping[Address, str] = MappingProxyType({})
 
 
 def quarantine_damaged_commits(ledger: Ledger, stored: RunStorage) -> dict[Address, str]:
-    """Move damaged commit records out of the ledger. Return, by address, what was wrong and where the record is now.
-    Call it before workers start. Raises StoreError for a record of another format, and for a segment whose table of
-    contents is damaged."""
+    """Move damaged commit records out of the ledger. Return address -> text that says what was wrong with the record
+    and where it is now. Call it before workers start. Raises StoreError for a record of another format, and for a
+    segment whose table of contents is damaged."""
     aside = {}
     ledger.reopen_damaged()
     for address in ledger.open_addresses():  # closed records are whole
@@ -87,9 +87,10 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
 
     Raises:
         StoreError: in one of three cases. (1) A record has another format. (2) A committed output was made from an
-            input that differs from the one committed now. (3) It was made from a shard whose commit is lost, and
-            whose tokens do not name exactly one sampling version. In cases 2 and 3 nothing has changed, except that
-            damaged records are set aside and finished segments closed.
+            input whose content differs from the content that is committed now. (3) `rollout.versions` is not `exact`, a
+            committed output was made from a shard of rollouts whose commit is lost, and the shard's tokens do not name
+            exactly one allowed version. In cases 2 and 3 nothing has changed, except that damaged records are set aside
+            and finished segments closed.
     """
     ledger = history.ledger
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
@@ -133,7 +134,7 @@ def _consequence_text(address: Address, lost: Collection[Address]) -> str:
 def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
     """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard will be
     sampled again with this version, and compared with the content that later outputs were made from. Raises StoreError
-    if the tokens name no version or several."""
+    if the tokens name no allowed version, or several."""
     allowed, stored = (
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
@@ -177,8 +178,8 @@ def check_recomputed(history: History, repairs: Repairs, address: Address) -> No
 
 @contextmanager
 def clean_up_after(history: History) -> Iterator[None]:
-    """Clean up the store when the block ends, which must end all workers of the run. Move committed files into place.
-    If the block ends without an error, also remove all leftovers of attempts."""
+    """Move committed files into place when the block ends. If it ends without an error, also remove all leftovers of
+    attempts. The block must end all workers of the run."""
     try:
         yield
     except BaseException:
@@ -349,8 +350,8 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
 
 
 def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
-    """Return the newest version that sampled each shard of which any output is committed, by the address of its
-    rollout. None if the rollout's own commit is lost or damaged."""
+    """Return the address of a rollout -> newest version that sampled it, for each shard that has any committed output.
+    The version is None if the rollout's own commit is lost or damaged."""
     newest: dict[Address, int | None] = {}
     for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
         try:

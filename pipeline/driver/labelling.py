@@ -191,8 +191,9 @@ def _label_all(
 def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """Return the summary: the number of pairs, and the number of dropped pairs by reason. For a pairwise judge, also
-    how often its verdicts agree for both orders of a pair."""
+    """Return the summary: numbers of prompts, responses and pairs, number of dropped pairs by reason, and the file.
+    `orders_agree`: fraction of the kept pairs whose chosen response a pairwise judge prefers in both orders; None if no
+    pair was judged in both orders."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -241,7 +242,8 @@ _ROWS_AT_ONCE = 1024
 
 
 def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:
-    """Return the responses of a run's rollouts by prompt, without duplicates. Raises ConfigError if there are none."""
+    """Return each prompt of a run's rollouts with its responses, without duplicates. `last_steps`: number of newest
+    complete steps to read; None for all. Raises ConfigError if there are no responses."""
     history, tokenizer = open_history(source), read_tokenizer(source.model.path)
     table = PromptTable.load(RunPaths(source.run_dir).prompts)
     shards = range(source.rollout.shards)

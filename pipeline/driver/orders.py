@@ -5,7 +5,8 @@ fetches it by itself, and rows that are not sent stay where they are.
 
     a version is published ──► fetch ──► readers on other hosts copy it, before they need it
                            └─► take ───► replicas whose engines update in flight load it for the rows that they have
-    no open node reads it ───► release ► other hosts remove their copies; a worker built later is told all such versions
+    no open node reads it ───► release ► other hosts remove their copies; a worker that is built later gets the
+                                         list of these versions
     the run ends ────────────► remove ─► other hosts remove their boards (with attached workers, the publisher's host
                                          too, since the driver sees no board)
 

@@ -9,7 +9,8 @@
     resume   ──► unchanged? ──no, in a way that is not allowed──► refused, naming the difference
                      │ yes, or in an allowed way
                      └► the changes are written and reported
-    a worker is built ──► compare its numerics with its gang's (present and earlier), its software with the driver's
+    a worker is built ──► compare its numerics with those that its gang's workers have had
+                          (first worker of a gang ever: compare its software with the driver's)
 
 A node may run on any worker of its gang, so all workers of a gang must compute the same bits. Different gangs may run
 on different kinds of processors, as long as each gang keeps its kind.
@@ -181,11 +182,11 @@ class NumericsWatch:
         self._journal = journal
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """Compare a new worker's numerics with its gang's. Under `cluster.same_numerics: warn` record and report a
-        difference.
+        """Compare a new worker's numerics with those that its gang has had; if there are none, compare its software
+        with the driver's. Record new numerics. Under `cluster.same_numerics: warn` report a difference.
 
         Raises:
-            ConfigError: the numerics differ, under `refuse`.
+            ConfigError: they differ, under `refuse`.
         """
         if not numerics:
             return

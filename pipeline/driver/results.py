@@ -265,7 +265,8 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
 
 
 def draw_plots(config: RunConfig, history: History) -> list[Path]:
-    """Draw the learning curves and the stage timeline as PNG files in the run's directory, and return their paths."""
+    """Draw the learning curves and the stage timeline as PNG files in the run's directory, and return their paths. The
+    timeline's file is not written if no node has run."""
     paths = RunPaths(config.run_dir)
     # imported late, since matplotlib takes a second
     plots: Any = importlib.import_module("pipeline.observe.plots")
@@ -381,7 +382,7 @@ def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
 
 
 def _scoring_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reward that decide its scores, without those of later processing."""
+    """Return the settings of a reward that decide its scores. Settings that process the scores later are left out."""
     return {key: section.get(key) for key in ("kind", "args", "parts")}
 
 

@@ -12,7 +12,8 @@
 
 Exports: the last version is exported, and every n-th version with `export.every` = n. The newest `storage.keep.exports`
 of them stay. Under `storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt
-later. Such an export is deleted again unless its version is the best. The best version so far always stays.
+later. An export that was made only for this reason is deleted again, unless its version is the best. The best version
+so far always stays.
 
 Deletions run in a thread of `Retention`. Segments are closed in the driver's thread.
 """
@@ -53,7 +54,7 @@ def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: C
     ledger (`_steps_before_closing`), because an outdated attempt may still be reading them.
 
     Args:
-        keep: `storage.keep.rollouts`: fewest finished steps to keep.
+        keep: `storage.keep.rollouts`: minimum number of finished steps to keep.
         finished_until: step before which all nodes are done.
         saved: versions of which every trained model has a sound checkpoint.
     """
@@ -77,7 +78,7 @@ class Retention:
         self._evaluations: dict[int, Evaluation] = {}
         """Complete evaluations, by version."""
         self._sound: dict[int, bool] = {}
-        """True if every byte of the checkpoints of all trained models was read and is sound, by version."""
+        """Version -> True if every byte of its checkpoints (of all trained models) was read and is sound."""
         self._over_until = 0
         self._pass: Future[None] | None = None
         asked = keep.rollouts is not None or keep.exports is not None
@@ -228,8 +229,8 @@ class LedgerCompactor:
         return self._next_over
 
     def on_step_finished(self, step: int, addresses: Iterable[Address]) -> None:
-        """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: those of
-        the step's nodes. A publication's or an evaluation's address may have the number of a later step."""
+        """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: addresses
+        of the step's nodes. A publication's or an evaluation's address may have the number of a later step."""
         for address in addresses:
             if address.step >= self.first_step and address not in self._unneeded:
                 self._addresses[first_step(address.step)].append(address)

@@ -2,11 +2,11 @@
 the other ranks, which read the same files and make the same calls.
 
     check ──► ranks join ──► steps, validations ──► best state ──► measure ──► export, summary, plot ──► MLflow
-                                 └ each: metrics, progress
+                                 └ after each: metrics, progress
 
     RUN/config.yaml   RUN/model/ (Hugging Face)   RUN/summary.json   RUN/held_out.jsonl   RUN/plots/reward_model.png
 
-It cannot be resumed: an interrupted training starts from the beginning.
+A training cannot be resumed: if it was interrupted, it starts from the beginning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from stages.rewards.learned import PROCESS_MODELS, LoadSettings, ModelKind
 
 PLOT = "plots/reward_model.png"
 _TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
-"""Maximum number of rows on which teacher and student are timed, and most tokens of one pass."""
+"""Maximum number of rows on which teacher and student are timed, and maximum number of tokens in one forward pass."""
 
 
 @dataclass

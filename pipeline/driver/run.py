@@ -118,7 +118,8 @@ def run(
         callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
 
     Raises:
-        ConfigError: the config cannot work; nothing was started.
+        ConfigError: the config cannot work, and nothing was started. Or the run cannot go on without a worker that it
+            refused, because of the worker's numerics or its host.
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         StoreError: the stored data is inconsistent; nothing was started.
         AppendFailed: the journal or the tracking spool could not be written. For other files: OSError.
@@ -209,8 +210,8 @@ def _freeze_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _detach_if_continued(run: Run) -> Iterator[None]:
-    """Leave tracking open if another job continues the run. Turn a StoreError, which says that stored data is damaged,
-    into StoredWrongly."""
+    """Leave tracking open if another job continues the run. Turn a StoreError into StoredWrongly, since it means that
+    stored data is damaged. Leave StoreRefused as it is."""
     try:
         yield
     except run.continuing_errors as error:

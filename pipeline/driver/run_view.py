@@ -141,7 +141,7 @@ class RunView:
 
 
 def watch_links(config: RunConfig, workers: Cluster) -> dict[str, str]:
-    """Return the addresses at which the run can be watched, by the label to show."""
+    """Return label -> address at which the run can be watched, or the command that opens it."""
     links = {}
     if workers.dashboard is not None:
         links["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"

@@ -115,7 +115,7 @@ def future_error(future: Future) -> BaseException:
 
 
 def rank_error(failure: RankFailure) -> BaseException:
-    """Return the exception that stands for a rank's reported failure. `attempt_state` goes by its class."""
+    """Return the exception that stands for a rank's reported failure. `attempt_state` decides by its class."""
     match failure.kind:
         case FailureKind.LOST:
             return WorkerLost(failure.worker, failure.incarnation)
@@ -395,7 +395,8 @@ class Supervision:
         self._context.dispatch.on_worker_up(*key)
 
     def restart_lost(self, key: WorkerKey, reason: str) -> None:
-        """Kill the restart unit of a process that died or must die, reset its nodes, and build the unit again.
+        """Kill the restart unit of a process that died or must die, reset its nodes, and build the unit again. After
+        `cluster.attempts` losses, leave a replica out instead.
 
         Raises:
             StageFailed: the unit was lost too often, and no other worker can do its work.

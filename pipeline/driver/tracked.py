@@ -26,7 +26,7 @@ from storage.address import Address
 
 
 def meaningless_metrics(config: RunConfig) -> frozenset[str]:
-    """Return the metrics that repeat another one, or never change, in a run of this config."""
+    """Return the metrics that repeat another metric, or never change, in a run of this config."""
     return frozenset(_meaningless_metrics(config))
 
 
@@ -80,8 +80,8 @@ _WHOLE_STEP = frozenset({"advantage", "update_policy", "update_critic"})
 
 
 def span_name(address: Address) -> str:
-    """Return a span's name, such as `generate s0`, `publish v8`, `evaluate v4 s0`, `advantage`. It leaves out the step,
-    which the trace's own name has."""
+    """Return a span's name, such as `generate s0`, `publish v8`, `evaluate v4 s0`, `advantage`. The step is left out,
+    since the trace's own name has it."""
     if address.stage in _WHOLE_STEP:
         return address.stage
     if address.stage in _OF_VERSION:
@@ -110,8 +110,9 @@ def step_spans(ran: Iterable[tuple[Node, Outcome]], gang_of: Mapping[Role, str])
 
 def trace_previews(run_name: str, step: int, ran: Sequence[tuple[Node, Outcome]], history: History) -> tuple[str, str]:
     """Return the texts of request and response that MLflow's list of traces shows for a step, such as
-    (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The version is the one that sampled the step's rows. Results of
-    nodes that an earlier driver ran are read from the ledger."""
+    (`demo · step 7 · v6`, `reward 0.198 KL 0.79`). The request ends with the version that sampled the step's rows, or
+    with a range such as `v5-6` if there are several. Results of nodes that an earlier driver ran are read from the
+    ledger."""
     known = {node.address: outcome.ref for node, outcome in ran if outcome.ref is not None}
     sampled = {node.version for node, _ in ran if node.stage == "generate"}
     for address in history.addresses(step):
@@ -145,7 +146,7 @@ class SchedulerWorkers(Protocol):
 
 def gang_metrics(workers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
     """Return the metrics `system/GANG/*`, given pairs of a gang's name and one worker's measurements. Each metric is
-    the sum over the gang's workers, except GPU utilisation, which is their mean."""
+    the sum over the gang's workers, except GPU utilisation: that is the mean over the workers with a GPU."""
     by_gang: dict[str, list[Mapping[str, Any]]] = {}
     for gang, measured in workers:
         by_gang.setdefault(gang, []).append(measured)
@@ -165,7 +166,8 @@ def _number(measured: float | None) -> float:
 
 
 class SystemMetrics:
-    """Tracks samples of CPU, memory and GPU, as the Dask workers measured them. Owns the time of the next sample.
+    """Tracks samples of the workers' CPU, memory and GPU, as Dask measured them, and of the driver's CPU and memory.
+    Owns the time of the next sample.
 
     A sample only reads the scheduler's memory, so it costs little and covers all hosts. Child processes of a worker (an
     engine in its own environment) are not included. GPU values need pynvml; they were tested with made-up numbers only.

@@ -136,8 +136,9 @@ BAD_INPUT = 2
 cannot be used. It is also the exit code if `check RUN` finds faults in the run, or `doctor` finds one in the machine.
 """
 STAGE_FAILED = 3
-"""A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. For
-`replay`: the result differs from the committed result by more than is allowed."""
+"""A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. `replay`:
+the result differs from the committed result by more than is allowed. `sync`: some data could not be delivered.
+`worker`: its process ended for good. `reward train`: the training failed, and begins anew when it is started again."""
 INTERRUPTED = 130
 DRIVER_LOST = 4
 """Exit code of `stageline worker`: the driver disappeared. The worker may be started again to join the next driver."""

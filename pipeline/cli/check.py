@@ -152,7 +152,8 @@ def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
 def fullest_gpu_lines(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], limits: MemoryLimits
 ) -> Iterator[str]:
-    """Yield a line about the fullest GPU of each gang."""
+    """Yield a line about the fullest GPU of each gang. A GPU that gangs share counts for the gang of its largest
+    worker."""
     devices = devices_memory(run, workers, hosts, limits.num_devices)
     for gang in dict.fromkeys(device.largest.worker[0] for device in devices):
         most = max((d for d in devices if d.largest.worker[0] == gang), key=lambda device: device.num_bytes)

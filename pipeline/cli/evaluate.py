@@ -82,7 +82,8 @@ def evaluation_config(path: str, prompts: str | None, reward: str | None, source
 def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
     """Sample responses to the config's evaluated prompts with the model at `path`, and return them with their scores.
 
-    The tokenizer is read from `path`. If there is none, as in the export of a random model, it is that of `model.path`.
+    The tokenizer is read from `path`. If it is not there (the export of a random model has none), the tokenizer of
+    `model.path` is used.
 
     Raises:
         ConfigError: the model, the prompts or the reward cannot be used.

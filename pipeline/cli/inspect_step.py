@@ -1,4 +1,5 @@
-"""`stageline inspect RUN [--step N]`: print the rows of a step as a table. The default is the last step with rows."""
+"""`stageline inspect RUN [--step N]`: print the rows of a step as a table. The default is the newest step with a
+rollout."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def last_step(config: RunConfig) -> int:
-    """Return the newest step that has rows. Raises MissingOutput if there is none."""
+    """Return the newest step that has a committed shard of rollouts, even if its rows were deleted since. Raises
+    MissingOutput if there is none."""
     steps = [address.step for address in open_history(config).ledger.addresses("generate")]
     if not steps:
         raise MissingOutput(f"{config.run_dir} has no rollouts yet")
@@ -42,13 +44,13 @@ def last_step(config: RunConfig) -> int:
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
-    """Return two tables about a step. The first has up to `rows` of its rows with the results of the stages. If the
-    rows were deleted, a text takes its place. The second has its nodes: worker, attempt, versions of the weights,
-    duration.
+    """Return two tables about a step. The first table has up to `rows` of the step's rows, with the results of the
+    stages. If the rows were deleted, a text replaces this table. The second table has the step's committed nodes:
+    worker, attempt, versions of the weights, duration.
 
     Raises:
         ConfigError: no such step.
-        MissingOutput: the step has no output yet.
+        MissingOutput: the step has no rollouts yet.
     """
     if not 0 <= step < config.steps:
         raise ConfigError("--step", f"given {step}; the run has steps 0 to {config.steps - 1}")

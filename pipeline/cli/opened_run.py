@@ -86,8 +86,8 @@ def empty_rows() -> StageRows:
 
 
 def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
-    """Return a table with one line per sampled token: its row, its position in the response (from 0), its text, its
-    weight version, and the numbers of `TOKEN_COLUMNS`."""
+    """Return a table with one line per sampled token. Columns: the token's step, row, position in the response (from
+    0), id, text and weight version, the numbers of `TOKEN_COLUMNS`, and `log_ratio` to the reference."""
     rollout = rows.rollout
     where, at = np.nonzero(rollout.response_mask)
     ids = rollout.tokens[where, at]
@@ -196,7 +196,8 @@ def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decod
 
 
 def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
-    """Return the names of the columns for the parts of the score. They are the same in all scored steps."""
+    """Return the names of the columns for the parts of the score and for the disagreements. They are the same in all
+    scored steps."""
     for step in steps:
         commit = history.ledger.find(Address("score", step, 0))
         if commit is not None:

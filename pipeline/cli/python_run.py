@@ -49,12 +49,13 @@ def run(
             over, and as `callback(version, metrics)` with the `eval/` metrics when an evaluation is over. They get
             copies of the metrics, so they cannot change the run's numbers. An exception in a callback ends the run,
             which can be resumed.
-        resume: if the run has begun, continue it instead of raising ConfigError.
+        resume: if the run has begun, continue it, instead of moving it aside or raising ConfigError.
         overwrite: move an earlier run of this name aside even if it has committed updates.
         quiet: print nothing.
 
     Raises:
-        ConfigError: the config cannot work; nothing was started.
+        ConfigError: the config cannot work, and nothing was started. Or the run cannot go on without a worker that it
+            refused, because of the worker's numerics or its host.
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button.
     """

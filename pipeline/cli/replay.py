@@ -8,7 +8,7 @@ rank. Its sums may therefore differ in the last bits, and the printed result say
 `stageline replay RUN --updates A:B`: run updates A to B - 1 of all trained models again, from the stored rollouts.
 
     start weights, or the newest checkpoint at or before A ──► updates to A ──► update A ──► ... ──► update B - 1
-                                                                                 └ digest beside the committed one
+                                                                                 └ its digest beside the committed one
 
 First all updates of one model are run, then all updates of the other model. This is possible because every input of an
 update (rollouts, advantages, values, log-probs) is stored. Last bits may differ for a gang of several ranks, and on
@@ -238,7 +238,8 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """Return the engine's `Capabilities.invariance` on each kind of device that the run's engines computed on."""
+    """Return the values of the engine's `Capabilities.invariance` on the kinds of devices that the run's engines
+    computed on."""
     return {config.capabilities(d).invariance for d in recorded_devices(config, read_identity(config.run_dir))}
 
 
@@ -426,7 +427,7 @@ class _VariantPlan:
         """Return a config for computing in this process alone. `whose`: "parent" or "variant".
 
         Settings are those of the parent or the variant. Prompts and rollouts are read from the parent's directory.
-        Published weights are in `scratch`, apart from those of the other config."""
+        Published weights are in a directory of their own below `scratch`, so that parent and variant do not mix."""
         config = local_config(self.variant if whose == "variant" else self.parent, self.scratch / whose)
         config.runs_dir, config.name = self.parent.runs_dir, self.parent.name
         config.evaluate.shards = 1

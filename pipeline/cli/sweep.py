@@ -53,7 +53,7 @@ class SweepPoint:
     suffix: str
     """Ending of the run's name."""
     settings: Mapping[str, str]
-    """Settings of this run that differ within the sweep, by key."""
+    """Key -> this run's value, for each setting that differs within the sweep."""
 
     def changes(self) -> list[str]:
         """Return the settings as `key=value`."""

@@ -27,7 +27,7 @@ def sync(config: RunConfig, to: str | None) -> int:
     A missing database file is created. A missing directory is not created, because it is more likely a spelling error.
 
     Raises:
-        ConfigError: the run was not tracked, is running, or no usable store is given.
+        ConfigError: the run was not tracked or is running, or no usable store is given.
     """
     paths = RunPaths(config.run_dir)
     if not paths.mlflow_spool.exists():

@@ -1,5 +1,5 @@
-"""`stageline check CONFIG --trace`: trace one rank of each pipeline stage of each gang that holds models. Print its
-memory beside the predicted memory, and print its collectives.
+"""`stageline check CONFIG --trace`: trace one rank of each pipeline stage of each gang that holds models. Print the
+rank's memory beside the predicted memory, and print its collectives.
 
 A traced rank runs without GPUs and without the other ranks (`stages.models.trace`). Traces run in other processes,
 because a process that used the fake GPU cannot use a real one afterwards. Two traces run at the same time if there are

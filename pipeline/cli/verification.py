@@ -66,7 +66,7 @@ class RunContent:
     commits: Mapping[Address, Commit]
     """Commits whose records are not damaged."""
     rows: Mapping[Address, CheckedRows]
-    """Rows of `generate` and `evaluate`."""
+    """Address of an output of `generate` or `evaluate` -> facts about its rows."""
     dropped_before: int = 0
     """First step whose arrays were not deleted. The deleted arrays of earlier steps are not checked."""
     unneeded: frozenset[Address] = frozenset()
@@ -319,7 +319,7 @@ def check_checkpoints(run: RunContent) -> Answer:
     - Its pickles hold only data.
     - Its digest is the one that the update of its version committed.
 
-    A run whose newest checkpoint is damaged resumes from the one before it."""
+    A run whose newest checkpoint is damaged resumes from the checkpoint before it."""
     faults, counted = [], 0
     with run.config.stored.downloaded() as stored:
         checkpoints = stored.checkpoints()

@@ -1,6 +1,6 @@
 """Workers on any hosts: the driver starts only the scheduler, and `stageline worker` joins from other hosts.
 
-    scheduler file (address, certificate) ──► `stageline worker` ──joins──► WorkerRegistry ──► its nanny registers
+    scheduler file (address, certificate) ──► `stageline worker` ──joins──► WorkerRegistry ──► its nanny joins Dask
 
 `WorkerRegistry` decides who may join, in the scheduler's thread. `pipeline/workers/attached.py` has the worker's side.
 
@@ -273,7 +273,8 @@ class WorkerRegistry:
         return stranger or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
 
     def _refuse_unwanted(self, name: str, index: int, host: str) -> JoinRefused | None:
-        """Return a refusal if the run does not wait for this worker of this gang, else None."""
+        """Return a refusal if the run has no such gang or index, or if this worker has joined already. Otherwise return
+        None."""
         gang, text = self._gangs.get(name), None
         if gang is None:
             text = f"host {host}: the run has no gang {name!r}; it has {', '.join(sorted(self._gangs))}"

@@ -11,13 +11,13 @@ attempt's name, because Dask returns the old error for a key whose old future is
 a node is one task: rank 0 passes the call on to its peers (`pipeline.workers.entry`) and reports when all have done
 their part. A rank that raises reports its error at once, by itself.
 
-A parent's future becomes a Dask dependency in two cases: the parent is still running (a FREE node is submitted before
-its parents are done), or its result lies in the process that runs the child. In all other cases Dask would fetch the
-result, and wait for ever for a process that is stopped or does not release its interpreter lock. It would also compute
-lost results again with all their ancestors. Neither is needed: Dispatch keeps the order, and the output is in the
-store. In every `MAX_LINEAGE`-th step, results of other steps are not passed. Otherwise Dask would hold every task of
-the run, since it keeps all ancestors of a task that it keeps. If a parent raises, Dask raises the same error in a
-dependent child, before the child begins.
+A parent's future becomes a Dask dependency in two cases: the parent is still running (a node of mode FREE,
+`graph.Mode`, is submitted before its parents are done), or its result lies in the process that runs the child. In all
+other cases Dask would fetch the result, and wait for ever for a process that is stopped or does not release its
+interpreter lock. It would also compute lost results again with all their ancestors. Neither is needed: Dispatch keeps
+the order, and the output is in the store. In every `MAX_LINEAGE`-th step, results of other steps are not passed.
+Otherwise Dask would hold every task of the run, since it keeps all ancestors of a task that it keeps. If a parent
+raises, Dask raises the same error in a dependent child, before the child begins.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Attempts:
         self._results: dict[Address, Result] = {}
 
     def submit(self, submit: Submit) -> None:
-        """Submit a node to Dask, as Dispatch says.
+        """Submit a node to Dask, for the worker that Dispatch chose.
 
         Raises:
             StageFailed: the node was lost too often.
@@ -211,7 +211,7 @@ class Attempts:
         """Handle the end of a node's future. Without an error do nothing, since the outcome is reported separately.
 
         Raises:
-            StageFailed: the stage itself failed.
+            StageFailed: the stage itself failed, or a worker was lost too often.
         """
         if future.status == "finished":
             return
@@ -230,7 +230,7 @@ class Attempts:
         """Handle the error or loss of a rank other than 0.
 
         Raises:
-            StageFailed: the stage itself failed.
+            StageFailed: the stage itself failed, or a worker was lost too often.
         """
         attempt = self._attempts.get(failure.address)
         if attempt is not None and attempt.name == failure.attempt:
@@ -265,7 +265,7 @@ class Attempts:
         attempts that are overdue.
 
         Raises:
-            StageFailed: the stage itself failed.
+            StageFailed: the stage itself failed, or a worker was lost too often.
         """
         for address, attempt in list(self._attempts.items()):
             if self._attempts.get(address) is not attempt:

@@ -193,7 +193,8 @@ def clean_up_after(history: History) -> Iterator[None]:
 
 
 class UnreadVersions:
-    """Owns the published versions that no open node reads, but that a lease still keeps in memory."""
+    """Owns the published versions that no open node reads, but that a reader's lease (`storage.weights`) still keeps in
+    memory."""
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board

@@ -39,8 +39,9 @@ from storage.rollouts import KEEP
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Return True if a checkpoint can be used (`pipeline.workers.updates.is_usable`). That module loads torch, so it is
-    imported only when this function is called: few drivers need it, and no driver needs it at its start."""
+    """Return True if a checkpoint is as it was saved, and has the weights that were committed
+    (`pipeline.workers.updates.is_usable`). That module loads torch, so it is imported only when this function is
+    called: few drivers need it, and only `resume --from-checkpoint` needs it at the start."""
     return bool(import_module("pipeline.workers.updates").is_usable(checkpoints, ledger, role, version))
 
 

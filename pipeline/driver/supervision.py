@@ -254,7 +254,7 @@ class Supervision:
         self._workers: dict[WorkerKey, _Worker] = {}
         self._heartbeats = HeartbeatWatch()
         self._losses: dict[WorkerKey, int] = {}
-        """Number of losses of each restart unit since it last finished a node, by its first worker."""
+        """First worker of a restart unit -> number of the unit's losses since it last finished a node."""
 
     # ---- Queries ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Data for tracking: a run's settings and the metrics to leave out, the trace of a step, and system metrics by gang.
+"""Data for tracking: a run's settings, the metrics that are left out, the trace of a step, and system metrics by gang.
 
     config ──► settings without secrets; metrics that mean nothing under this config
     nodes of a step, with their times, inputs and outputs ──► spans of a trace

@@ -252,7 +252,7 @@ class OpenedRun:
 
     @property
     def steps(self) -> list[int]:
-        """Return the steps whose rows are stored, without those that `storage.keep.rollouts` has deleted."""
+        """Return the steps whose rows are stored. Steps whose rows `storage.keep.rollouts` has deleted are left out."""
         return stored_steps(self.history)
 
     def rows(self, steps: Iterable[int] | None = None) -> pd.DataFrame:

@@ -1,5 +1,5 @@
 """`stageline replay RUN --step N --stage STAGE [--shard S]`: run one node again from its stored inputs, and compare its
-output with the stored one.
+output with the stored output.
 
 Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3 of
 docs/architecture.md), so a replay works long after the run. A node of a gang with several ranks is replayed on one
@@ -360,11 +360,12 @@ def _missing_inputs(spec: GraphSpec, step: int, committed: set[Address]) -> list
 def replay_updates(config: RunConfig, steps: range) -> int:
     """Run the updates of these steps again, and return the exit code.
 
-    Print each update's digest beside the committed digest. At the end print "identical" or the first difference.
+    Print each update's digest beside the committed digest. At the end print "identical" or the first difference. If the
+    run held the model in one process, the model's replay ends after its first difference.
 
     Raises:
         MissingOutput: an input of an update between the checkpoint and `steps` is missing.
-        ReplayMismatch: an update between the checkpoint and `steps` gave other weights than the committed ones.
+        ReplayMismatch: an update between the checkpoint and `steps` gave weights other than the committed weights.
     """
     differing: list[Address] = []
     trained = update_stages(config.graph())
@@ -426,8 +427,9 @@ class _VariantPlan:
     def config_with_own_board(self, whose: str) -> RunConfig:
         """Return a config for computing in this process alone. `whose`: "parent" or "variant".
 
-        Settings are those of the parent or the variant. Prompts and rollouts are read from the parent's directory.
-        Published weights are in a directory of their own below `scratch`, so that parent and variant do not mix."""
+        The config has the settings of the parent or of the variant. Prompts and rollouts are read from the parent's
+        directory. Published weights are in a directory of their own below `scratch`, so that parent and variant do not
+        mix."""
         config = local_config(self.variant if whose == "variant" else self.parent, self.scratch / whose)
         config.runs_dir, config.name = self.parent.runs_dir, self.parent.name
         config.evaluate.shards = 1

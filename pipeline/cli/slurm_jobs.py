@@ -92,8 +92,8 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 def may_requeue(options: argparse.Namespace) -> int:
-    """Record how a start of a job ended (its first start, or one after a requeue), and decide whether the job may be
-    requeued. The job's script calls this command.
+    """Record how a start of a job ended (its first start, or a start after a requeue), and decide whether the job may
+    be requeued. The job's script calls this command.
 
     Return exit code 0 if the job may be requeued. Otherwise print the reason and return 75."""
     paths = RunPaths(Path(options.run_dir))

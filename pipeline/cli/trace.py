@@ -2,7 +2,7 @@
 rank's memory beside the predicted memory, and print its collectives.
 
 A traced rank runs without GPUs and without the other ranks (`stages.models.trace`). Traces run in other processes,
-because a process that used the fake GPU cannot use a real one afterwards. Two traces run at the same time if there are
+because a process that used the fake GPU cannot use a real GPU afterwards. Two traces run at the same time if there are
 two cores.
 """
 

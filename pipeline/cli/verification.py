@@ -127,7 +127,7 @@ def check_commits(run: RunContent) -> Answer:
 
 
 def check_identity(evidence: RunContent) -> Answer:
-    """Check that configs, prompts and numerics are those that identity.json lists."""
+    """Check that configs, prompts and numerics match identity.json."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError as error:
@@ -143,8 +143,8 @@ def check_identity(evidence: RunContent) -> Answer:
 def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
     """Return the earlier graphs of a run that was resumed with more steps or other evaluations.
 
-    Such a run may have evaluations that the current graph lacks. An example is the evaluation of the version that was
-    the last one before the number of steps was raised."""
+    The current graph may lack evaluations of the earlier graphs. For example, a version may have been evaluated because
+    it was the last version, before the number of steps was raised."""
     try:
         identity = read_identity(config.run_dir)
     except StoreError:
@@ -317,7 +317,7 @@ def check_checkpoints(run: RunContent) -> Answer:
 
     - Its files have the recorded CRCs.
     - Its pickles hold only data.
-    - Its digest is the one that the update of its version committed.
+    - Its digest equals the digest that the update of its version committed.
 
     A run whose newest checkpoint is damaged resumes from the checkpoint before it."""
     faults, counted = [], 0
@@ -491,7 +491,7 @@ def _dropped_outputs(
     """Return three results:
 
     - the first step whose arrays were not deleted,
-    - the nodes whose records are lost or damaged, but are not needed any more because arrays were deleted,
+    - the nodes that have lost or damaged records, but are not needed any more because arrays were deleted,
     - the faults of the record that says which steps were deleted."""
     try:
         return history.store.dropped_before(), unneeded_outputs(history, checkpoints, committed), ()

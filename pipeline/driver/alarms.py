@@ -165,8 +165,8 @@ def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsC
 def count_violations(
     before: Mapping[str, int], step: int, rules: Collection[Rule]
 ) -> tuple[dict[str, int], list[Alarm]]:
-    """Return the number of steps in a row, up to this one, in which each rule was violated, by the rule's name. Also
-    return the alarms of this step."""
+    """Return rule name -> number of steps in a row, up to this step, in which the rule was violated. Also return the
+    alarms of this step."""
     after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.is_violated else 0 for rule in rules}}
     alarms = []
     for rule in rules:
@@ -179,7 +179,7 @@ def count_violations(
 def update_without_progress(
     before: WithoutProgress, now: float, quiet: Collection[str], limit_s: float
 ) -> tuple[WithoutProgress, list[str]]:
-    """Return the state after this check, and the names that must raise an alarm now: those that have made no progress
+    """Return the state after this check, and the names that must raise an alarm now, because they have made no progress
     for `limit_s` seconds and are not reported yet. `quiet`: the names that make no progress now."""
     since = {name: before.since.get(name, now) for name in quiet}
     overdue = [name for name in sorted(since) if now - since[name] >= limit_s and name not in before.reported]

@@ -90,7 +90,7 @@ def dashboard_link(link: str, address: str) -> str:
 
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
     """Kill processes in any state (stopped, stuck in a collective). Wait until the scheduler has noticed, so that it
-    sends them no work. Their nannies start new ones. Unknown addresses are ignored, since those processes have ended. A
+    sends them no work. Their nannies start new ones. Unknown addresses are ignored, since their processes have ended. A
     process that the scheduler still lists after `_KILL_S` (its host is gone) gets no work any more."""
     client.run_on_scheduler(_kill_and_wait, sorted(addresses))
 

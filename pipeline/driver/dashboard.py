@@ -74,7 +74,7 @@ class _Log(_Handler):
         self.set_header("Content-Type", "text/plain; charset=utf-8")
 
     def get(self, name: str) -> None:
-        """Send a log's end as plain text, or 404 if it is not one of the run's logs."""
+        """Send a log's end as plain text, or 404 if the run has no log of this name."""
         text = read_log_end(self._directory, name)
         if text is None:
             raise web.HTTPError(404)

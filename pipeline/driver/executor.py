@@ -15,7 +15,7 @@
 
 When a worker dies, its unfinished nodes are lost and run again. The run ends when a node was lost `cluster.attempts`
 times. An exception that a stage raises ends the run, unless it is transient: then the node runs again (`attempts.py`).
-A rank of a gang may raise because a peer died. So the driver waits `PEER_GRACE_S` for news of such a death before it
+A rank of a gang may raise because a peer died. So the driver waits `PEER_GRACE_S` for news of a peer's death before it
 blames the stage.
 
 A worker that is overdue (stopped, hung) is killed if no other worker can do its work. Otherwise it becomes a *suspect*:

@@ -194,7 +194,7 @@ _NAMES = {
     "evaluate_reference": "evaluate_reference-model",
 }
 """Other names for some stages. Dask picks one of 18 colours by a hash of the name, and under their own names these
-stages would share a colour with another."""
+stages would share a colour with other stages."""
 
 
 def task_key(address: Address, attempt: str | None = None) -> tuple[object, ...]:

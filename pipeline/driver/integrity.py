@@ -151,8 +151,8 @@ def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
 
 
 def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit]) -> Iterator[str]:
-    """Yield a text for each output that was made from an input whose content differs from the one committed now. Inputs
-    without a commit are ignored."""
+    """Yield a text for each output that was made from an input whose content differs from the content that is committed
+    now. Inputs without a commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
             found_commit = committed.get(one.address)

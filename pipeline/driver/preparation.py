@@ -171,7 +171,8 @@ class NumericsWatch:
         journal: Journal,
         set_tags: Callable[[Mapping[str, str]], None] = lambda values: None,
     ) -> None:
-        """`set_tags`: sets tags of the tracked run. The engines' capabilities become such tags, for comparison."""
+        """`set_tags`: sets tags of the tracked run. Some of these tags show the engines' capabilities, so that runs can
+        be compared."""
         self._config, self._tags = config, set_tags
         self._engine_gang = gang_of_role(config.placement, Role.GENERATE)
         self._engines: set[str] = set()
@@ -182,8 +183,9 @@ class NumericsWatch:
         self._journal = journal
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """Compare a new worker's numerics with those that its gang has had; if there are none, compare its software
-        with the driver's. Record new numerics. Under `cluster.same_numerics: warn` report a difference.
+        """Compare a new worker's numerics with the numerics that its gang has had. For the first worker of a gang,
+        compare its software with the driver's. Record new numerics. Under `cluster.same_numerics: warn` report a
+        difference.
 
         Raises:
             ConfigError: they differ, under `refuse`.
@@ -214,7 +216,7 @@ class NumericsWatch:
 
     def _report_engine(self, device: Device) -> None:
         """Report the engine's capabilities on a device, and the properties of the run that they leave unproven. Each
-        such text is reported once."""
+        text is reported once."""
         line, missing = engine_line(self._config, device), unproven_guarantees(self._config, device)
         if line in self._engines:
             return

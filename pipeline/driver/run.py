@@ -172,7 +172,7 @@ class Run:
     decode: Decode
     is_resumed: bool
     continuing_errors: tuple[type[BaseException], ...]
-    """Exceptions after which another job continues the run, so that this one writes no summary."""
+    """Exceptions after which another job continues the run, so that this job writes no summary."""
     callbacks: Collection[Callable[[int, Mapping[str, float]], None]] = ()
 
     @property

@@ -191,7 +191,8 @@ def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
 
 _ANSWER_S = 10.0
 _FIRST = 1
-"""Dask priority of a build. Only `publish[0]` has a higher one, and is submitted only to a gang that is built."""
+"""Dask priority of a build. Only the node `publish[0]` has a higher priority, and it is submitted only to a gang that
+is built."""
 
 
 @dataclass

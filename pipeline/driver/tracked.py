@@ -47,7 +47,7 @@ def _meaningless_metrics(config: RunConfig) -> Iterator[str]:
 
 
 def tracked_params(config: RunConfig) -> dict[str, str]:
-    """Return the config's settings without secrets and without those that the run does not read."""
+    """Return the config's settings. Secrets and settings that the run does not read are left out."""
     unread = tuple(_unread_keys(config))
     return {key: value for key, value in flatten(config).items() if not key.startswith(unread)}
 

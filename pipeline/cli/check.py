@@ -94,7 +94,8 @@ def _show_guarantees(config: RunConfig, device: Device) -> None:
 
 
 def _show_network(config: RunConfig) -> None:
-    """Print a warning if ranks of the run may connect to one another between hosts, which they do without TLS."""
+    """Print a warning if ranks of the run may connect to one another between hosts, since these connections have no
+    TLS."""
     spread = [gang.name for gang in config.gangs() if gang.is_ordered and gang.workers > 1]
     if config.cluster.kind == "attached" and spread:
         where = config.cluster.interface or "the interface by which each host reaches the driver"

@@ -282,8 +282,8 @@ class OpenedRun:
         return self._join_tables(token_table, shards)
 
     def evaluations(self) -> pd.DataFrame:
-        """Return a table with one line per held-out response. The first column is the evaluated version. The others are
-        the columns of `rows` that an evaluation has."""
+        """Return a table with one line per held-out response. The first column is the evaluated version. The other
+        columns are the columns of `rows` that an evaluation has."""
         versions = sorted({address.step for address in self.history.ledger.addresses("evaluate")})
         shards = (shard for version in versions for shard in read_evaluation_shards(self.history, version))
         table = self._join_tables(row_table, shards)

@@ -125,7 +125,7 @@ class WithoutProgress:
     """The gangs or workers that make no progress now."""
 
     since: Mapping[str, float] = field(default_factory=dict)
-    """Time at which each was first seen without progress, by name, in seconds of the caller's clock."""
+    """Name -> time at which the gang or worker was first seen without progress, in seconds of the caller's clock."""
     reported: frozenset[str] = frozenset()
     """Names that have raised an alarm since they last made progress."""
 

@@ -70,7 +70,8 @@ class Attempt:
     name: str
     future: Future
     is_submitted_early: bool
-    """True if it was submitted before the node's parents were done. Then it depends on their futures."""
+    """True if the attempt was submitted before the node's parents were done. Then it depends on the parents'
+    futures."""
     ready_at: float | None
     """Time at which all parents of the node were done; None until then."""
     num_ranks: int = 1
@@ -81,11 +82,11 @@ class Attempt:
     """Time at which the node is submitted again after a transient error. Until then the attempt holds its slot."""
     outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
-    """Errors by rank, or by the replica's index."""
+    """Rank, or index of the replica -> its error."""
 
     @property
     def worker(self) -> WorkerKey:
-        """The worker that runs its future: rank 0 or a replica."""
+        """The worker that runs the attempt's future: rank 0 or a replica."""
         return self.submit.gang, self.submit.replica
 
 
@@ -128,14 +129,14 @@ class Attempts:
     may depend on."""
 
     def __init__(self, context: Context, supervision: Supervision, on_done: Callable[[Node, Outcome], None]) -> None:
-        """`on_done(node, outcome)` is called once for each node, after its commit. `outcome`: of rank 0 or of the
-        replica."""
+        """`on_done(node, outcome)` is called once for each node, after its commit. `outcome`: the report of rank 0 or
+        of the replica."""
         self._context = context
         self._supervision = supervision
         self._on_done = on_done
         self._attempts: dict[Address, Attempt] = {}
         self._abandoned: dict[WorkerKey, dict[Address, Attempt]] = {}
-        """Attempts that were given up and have not ended, by suspect worker."""
+        """Suspect worker -> its attempts that were given up and have not ended."""
         self._results: dict[Address, Result] = {}
 
     def submit(self, submit: Submit) -> None:

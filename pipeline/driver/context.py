@@ -49,7 +49,7 @@ class ExecutorEvents:
     """The receiver of an executor's events. An exception that a method raises ends the run."""
 
     def on_node_done(self, node: Node, outcome: Outcome) -> None:
-        """Called once for each node, after its commit. `outcome`: of rank 0 or of the replica that ran it."""
+        """Called once for each node, after its commit. `outcome`: the report of rank 0 or of the replica."""
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
         """Called when a worker is built, before it gets work. `numerics`: facts, by name, on which the last bits of

@@ -119,7 +119,7 @@ _ORDERS = 12
 _SHIFT = 0.07
 """Shift of every second position to the right, in steps, so that no edge crosses the nodes between its ends."""
 _SPREAD = 0.7
-"""Part of a row's height over which the shards of a stage are spread."""
+"""Fraction of a row's height over which the shards of a stage are spread."""
 
 
 class StepLayout(GraphLayout):
@@ -168,8 +168,8 @@ class OrderedGroups(TaskGroupGraph):
     """Owns one view of the groups: Dask's drawing, in an order that the dependencies allow."""
 
     def update_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return each group's position, one column to the right of its rightmost dependency, and the arrows that end at
-        it."""
+        """Return two mappings: group -> its position, and group -> the arrows that end at it. A group is one column to
+        the right of its rightmost dependency."""
         groups = self.scheduler.task_groups
         needs = {
             name: {other.name for other in group.dependencies if other.name != name and other.name in groups}

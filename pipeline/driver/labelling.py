@@ -64,11 +64,12 @@ class _Judge(Protocol):
 
 
 def label_responses(config: LabelConfig, source: RunConfig | None, console: Console) -> dict[str, Any]:
-    """Label the responses, write the pairs, and return the summary. `source`: the run of `responses.run`.
+    """Label the responses, write the pairs, and return the summary. `source`: the run of `responses.run`; None if the
+    responses come from elsewhere.
 
     Raises:
         ConfigError: the config cannot work; the judge was not asked.
-        StageFailed: the judge refuses, cannot be reached, or its budget is spent. Its answers so far are kept.
+        StageFailed: the judge refuses or cannot be reached, or its budget is spent. Its answers so far are kept.
     """
     root = config.run_dir
     _check_directory(config)

@@ -139,7 +139,7 @@ def _user() -> str | None:
 
 
 def _config_to_show(config: RunConfig, paths: RunPaths) -> Path:
-    """Write the config without secrets, as a file that others may read, and return it."""
+    """Write the config without secrets, as a file that others may read. Return the file's path."""
     copy = paths.root / "without_secrets" / paths.config.name
     copy.parent.mkdir(exist_ok=True)
     copy.write_text(OmegaConf.to_yaml(redacted(config_sections(config)), sort_keys=False), "utf8")
@@ -180,8 +180,8 @@ def report_missed_metrics(history: History, tracker: Tracker, driver_starts: Seq
 def conclude_run(
     config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode, ended: str = ""
 ) -> Summary:
-    """Write the run's results so far, draw the plots, and close tracking. `ended`: the reason if it ended before its
-    last step."""
+    """Write the run's results so far, draw the plots, and close tracking. `ended`: the reason if the run ended before
+    its last step."""
     paths = RunPaths(config.run_dir)
     summary = summarise_run(config, history)
     paths.summary.write_text(summary.to_json(), "utf8")
@@ -359,8 +359,8 @@ def variant_source(config: RunConfig) -> VariantSource:
 
 
 def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
-    """Return one text for each property in which two runs must agree to be compared. The texts hold settings, and the
-    digests in the run's identity, or model paths if there is no identity."""
+    """Return one text for each property in which two runs must agree to be compared. The texts contain settings, and
+    digests of the models' files from the identity. Without an identity, model paths replace the digests."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
     flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})

@@ -71,7 +71,7 @@ class _Display:
     bar: ProgressBar
     started_at: float = field(default_factory=time.monotonic)
     curves: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Metrics by step."""
+    """Step -> metrics of this step."""
     task: Any = None
 
     def report(self, progress: TrainingProgress) -> None:

@@ -113,8 +113,8 @@ class RunView:
 
     async def request_view(self) -> GraphView | None:
         """Return a view that is at most a second older than this call. If needed, wait for the driver's next `update`.
-        If there is none within `_TIMEOUT_S`, return the last view, whose `time_s` tells its age. Return None if there
-        is no view yet, because the workers are being started."""
+        If there is no `update` within `_TIMEOUT_S`, return the last view, whose `time_s` tells its age. Return None if
+        there is no view yet, because the workers are being started."""
         self._last_request_s = asked = time.monotonic()
         while self._last_view_s < asked - 1.0 and time.monotonic() < asked + _TIMEOUT_S:
             await asyncio.sleep(0.05)

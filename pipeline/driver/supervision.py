@@ -14,8 +14,9 @@ A restart unit is lost as a whole: one replica, or all ranks of an ordered gang,
 others. A worker whose heartbeats stop while it is built is lost.
 
 A unit is given up if it cannot be built, or is lost `cluster.attempts` times without finishing a node. This ends the
-run, with one exception: a replica is left out if another replica of its pool is up or still being built. The pool
-goes on without it, and it is built again every `cluster.start_timeout_s`.
+run, with one exception: a replica is left out if another replica of its pool is up or still being built. The pool goes
+on without this replica. The driver tries to build it again after every `cluster.start_timeout_s`, or, if it was too
+late, as soon as its process joins.
 """
 
 from __future__ import annotations
@@ -215,9 +216,9 @@ class _Worker:
     """True while its pool goes on without it: while it waits for the next try, and during this try."""
     is_up: bool = False
     address: str | None = None
-    """Dask address, known once it is built."""
+    """The worker's Dask address; None until the worker is built."""
     host: str = ""
-    """Its host, known once it is built."""
+    """The worker's host; empty until the worker is built."""
     last_progress_s: float = 0.0
     """Time at which its process last finished a node; 0 if it has finished none."""
     error: BaseException | None = None

@@ -277,8 +277,8 @@ class CpuRowLinear(RowParallelLinear):
 
 
 class CpuEmbedding(VocabParallelEmbedding):
-    """Megatron's vocabulary-parallel embedding. Its gradient is added only to the used rows of `main_grad`, where
-    torch's gradient would be a tensor as large as the embedding."""
+    """Megatron's vocabulary-parallel embedding. Its gradient is added only to the used rows of `main_grad`. (torch's
+    own gradient would be a tensor as large as the embedding.)"""
 
     def forward(self, tokens: Tensor) -> Tensor:
         inside = (tokens >= self.vocab_start_index) & (tokens < self.vocab_end_index)
@@ -290,7 +290,7 @@ class CpuEmbedding(VocabParallelEmbedding):
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of the weight, with zeros for tokens of other ranks."""
+    """The embeddings of tokens: rows of the weight, and zeros for tokens in other ranks' parts of the vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, rows: Tensor, inside: Tensor) -> Tensor:

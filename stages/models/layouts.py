@@ -113,10 +113,10 @@ TARGET_PARTS = {
     "fc1": (GATE_PROJ, UP_PROJ),
     "fc2": (DOWN_PROJ,),
 }
-"""Projections of a layer by target of `model.lora.targets`."""
+"""Target of `model.lora.targets` -> projections of a layer that it stands for."""
 SPLIT_BY_ROWS = ("qkv", "fc1")
-"""Targets whose outputs tensor parallelism cuts, and with them their adapters' B. It cuts the inputs of the other
-targets, and with them their adapters' A."""
+"""Targets whose outputs tensor parallelism cuts. The B of their adapters is cut in the same way. Of the other targets
+it cuts the inputs, and the A of their adapters."""
 SIDES = ("lora_A", "lora_B")
 
 

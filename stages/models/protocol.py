@@ -3,8 +3,8 @@
 library.
 
 A *gang* is the set of processes (ranks) that hold one parallel group. Every rank of a gang makes the same calls in the
-same order. Every rank gets all rows as arguments and works on its share. The result is complete on rank 0 and None on
-the others.
+same order. Every rank gets all rows as arguments and works on its share. Results per row (log-probs, values) are
+complete on rank 0 and None on the others.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class CriticBatch:
 
 
 class ModelHost(Protocol):
-    """Owns this rank's models. The policy and the critic in its memory (the *resident* models) each have a version, the
-    number of updates made, and a `dirty` flag. An update or a failed `load` sets the flag; `mark_clean` or a successful
+    """Owns this rank's models. The policy and the critic in its memory (the *resident* models) each have a version (the
+    number of updates made) and a `dirty` flag. An update or a failed `load` sets the flag; `mark_clean` or a successful
     `load` clears it. Calls that run, train, save, publish or export a dirty model raise StateError."""
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
@@ -96,8 +96,8 @@ class ModelHost(Protocol):
         ...
 
     def numerics(self) -> dict[str, str]:
-        """Return the names of the implementations in use, of the transformer blocks and of matrix products, by config
-        key. They decide the last bits of results."""
+        """Return config key -> name of the implementation in use, for transformer blocks (`model.kernels`) and matrix
+        products (`model.products`). The implementations decide the last bits of results."""
         ...
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None: ...
@@ -123,9 +123,9 @@ class ModelHost(Protocol):
         ...
 
     def trunk_counts(self) -> dict[str, float]:
-        """Return this rank's counts since the last call: rows whose outputs of the frozen blocks were requested
-        (`trunk/rows`), and those of them that were not in the cache (`trunk/computed_rows`). Empty without frozen
-        blocks."""
+        """Return this rank's counts of rows since the last call. `trunk/rows`: rows for which outputs of the frozen
+        blocks were requested. `trunk/computed_rows`: rows among these whose outputs were not in the cache. Empty
+        without frozen blocks."""
         ...
 
     def version(self, role: Role) -> int: ...
@@ -141,10 +141,10 @@ class ModelHost(Protocol):
     def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
         """Copy weights, optimizer state and version, and return a function that writes the copy into the directory.
 
-        The directory must exist and be empty. Every rank must call the function before the role is saved again. It may
-        do so in any thread, while the rank makes other calls. A host's functions are called one at a time, in the order
-        of the copies. When every rank has written, the function returns the checksums of all files on rank 0, None on
-        the others."""
+        The directory must exist and be empty. Every rank must call the function before the role is saved again, in any
+        thread, also while the rank makes other calls. The functions of one host must be called one at a time, in the
+        order of the copies. When every rank has written, the function returns the checksums of all files on rank 0,
+        None on the others."""
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:
@@ -164,7 +164,7 @@ class ModelHost(Protocol):
 
     def export(self, board: WeightBoard, directory: Path) -> Callable[[], None]:
         """Return a function that writes the policy in Hugging Face layout, from its version on the board. The version
-        is published first if the board does not have it. It stays on the board until the function has run.
+        is published first if the board does not have it. The version stays on the board until the function has run.
 
         The function may be called in any thread. It writes on rank 0 and does nothing on other ranks.
         AutoModelForCausalLM.from_pretrained loads the directory. With LoRA its subdirectory `adapter` has the adapters

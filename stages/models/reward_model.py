@@ -1,16 +1,18 @@
 """Models that score responses in a worker: reward models and local judges.
 
-    RewardModel(model, layout, rank, seed=0).scores(rows)      one number per row, on rank `rank` of a gang
+    RewardModel(model, layout, rank, seed=0).scores(rows)      the score of each row. `rank` is this process's rank in
+                                                               its gang
     NextTokens(model, layout, joined, max_tokens).likeliest(rows, number)
-                                                               a row's likeliest next tokens, for a local judge
+                                                               the `number` likeliest next tokens of each row, for a
+                                                               local judge
 
 A reward model is a causal language model with a scalar head that is read at a row's last token. The head comes from
 `model.path` if that model has one; otherwise it is new and random. A reward model can be trained. The code that builds
-critics builds it too, in the same layouts. (A critic's head is read at every token, and a new one is zero.) Its
-directory in Hugging Face layout loads with `AutoModelForSequenceClassification`. That class has no bias in its head, so
-its logit is the score minus `reward_bias` of config.json.
+critics builds it too, in the same layouts. (A critic's head is read at every token, and a new one is zero.) `export`
+writes a directory in Hugging Face layout, which `AutoModelForSequenceClassification` loads. That class has no bias in
+its head, so its logit is the score minus `reward_bias` of config.json.
 
-Shape suffixes: B rows of a micro-batch, N tokens of all of them, H hidden size.
+Shape suffixes: B rows of a micro-batch, N tokens of these rows together, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -60,8 +62,9 @@ from stages.ppo.micro_batches import micro_batches, split_balanced
 from storage.exports import write_sums
 
 ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
-"""A function of the scores [B] of some rows and the row numbers [B]. It returns (share of the minibatch's loss, its
-stats). The loss must not depend on rows whose number is `NO_ROW`."""
+"""A function that gets the scores [B] of a micro-batch's rows and the numbers [B] of these rows. It returns (the
+micro-batch's share of the minibatch's loss, stats of the loss). The loss must not depend on rows whose number is
+`NO_ROW`."""
 
 NO_ROW = -1
 """Row number of a row that does not count in the loss. A rank without rows of its own computes such rows."""
@@ -70,7 +73,8 @@ _ROLE = Role.CRITIC
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """The rows of one optimizer step, in groups of row numbers. Rows are compared within a group."""
+    """The groups of one optimizer step. A group is an array of row numbers (indices into `rows`), and its rows are
+    compared with one another. `rows` are all training rows, also those of other steps."""
 
     rows: TokenRows
     groups: Sequence[np.ndarray]
@@ -78,8 +82,9 @@ class GroupedRows:
 
 
 class RewardModel:
-    """Owns this rank's part of a reward model, its optimizer if the model is trained, and the rank's membership of the
-    gang's process group. Every rank of the gang makes the same calls in the same order and gets the whole result."""
+    """Owns this rank's part of a reward model, and its optimizer if the model is trained. Without `joined` it also owns
+    the rank's membership of the gang's process group. Every rank of the gang makes the same calls in the same order and
+    gets the whole result."""
 
     def __init__(
         self,
@@ -143,7 +148,8 @@ class RewardModel:
         return from_all_ranks(scores, self._parallel_rank)
 
     def sleep(self) -> None:
-        """Move the weights to the host's memory, if the device has its own, until the next `scores`."""
+        """If the device has a memory of its own, move the weights to the host's memory until the next `scores`, and
+        drop the cached outputs of the frozen blocks."""
         if has_own_memory():
             self._weights.sleep()
             if self._trunk is not None:
@@ -282,8 +288,8 @@ def group_micro_batches(
     """Return the micro-batches of this rank's share of the groups.
 
     A group is never cut, so that its pairs are in one micro-batch. A micro-batch of one large group may have more than
-    `max_tokens`. There is at least one micro-batch, since every rank takes part in the reduction of gradients;
-    `is_share` says if it counts.
+    `max_tokens`. There is at least one micro-batch, since every rank takes part in the reduction of gradients. A rank
+    without a share gets a copy of the first group, which does not count (see `is_share`).
     """
     rank = blueprint.parallel_rank
     sizes = np.array([int(rows.lengths[group].sum()) for group in groups])
@@ -305,8 +311,9 @@ def group_micro_batches(
 
 
 def is_share(groups: Sequence[np.ndarray], blueprint: Blueprint) -> bool:
-    """Return True if this rank's micro-batches of `group_micro_batches` count. If not, another rank has the same group,
-    and the loss must not depend on this rank's copy of it."""
+    """Return True if this rank has a share of the groups, so that its micro-batches count. If there are fewer groups
+    than data-parallel ranks, the last ranks have no share. The loss must not depend on their copies of a group (see
+    `group_micro_batches`)."""
     return blueprint.parallel_rank.data_rank < len(groups)
 
 
@@ -326,12 +333,13 @@ def _multiple(blueprint: Blueprint) -> int:
 # ---- files -----------------------------------------------------------------------------------------------
 
 _HEAD = 2
-"""Second number of the generator's seed, so that a new head differs from other random numbers of the run's seed."""
+"""Second number of the seed of the generator that draws a new head. It keeps these random numbers apart from others
+that are drawn with the run's seed."""
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
     """Return the tensors of a new head by name: a zero bias, and a random normal weight with standard deviation 1 /
-    sqrt(hidden_size + 1). The first scores are then of size 1 (Stiennon et al. 2020; Huang et al. 2024)."""
+    sqrt(hidden_size + 1). The first scores are then of the order of 1 (Stiennon et al. 2020; Huang et al. 2024)."""
     drawn = np.random.default_rng([seed, _HEAD]).standard_normal((1, hidden_size), np.float32)
     return {
         SCORE_WEIGHT: torch.from_numpy(drawn) / math.sqrt(hidden_size + 1),
@@ -382,7 +390,7 @@ class NextTokens:
         self, model: ModelConfig, layout: LayoutConfig, joined: parallel.ParallelRank, max_tokens: int
     ) -> None:
         """Build the model of `model.path` in a layout, for a gang that the caller has joined and will leave.
-        `max_tokens`: most tokens of a forward pass, unless one row is longer.
+        `max_tokens`: maximum number of tokens of a forward pass, unless one row is longer.
 
         Raises ValueError, naming the key, for a layout that cannot hold the model."""
         spec = read_spec(model.path)
@@ -397,7 +405,7 @@ class NextTokens:
         self._weights = Residence(lambda: self._model.parameters())
 
     def sleep(self) -> None:
-        """Move the weights to the host's memory, if the device has its own, until the next `likeliest`."""
+        """If the device has a memory of its own, move the weights to the host's memory until the next `likeliest`."""
         if has_own_memory():
             self._weights.sleep()
 

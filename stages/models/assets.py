@@ -130,9 +130,9 @@ GGUF_PARTS = {
     "ffn_up": UP_PROJ,
     "ffn_down": DOWN_PROJ,
 }
-"""Hugging Face's part of a layer, by GGUF's name of the tensor within its block."""
+"""GGUF's name of a tensor within its block -> Hugging Face's part of a layer."""
 GGUF_NAMES = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM}
-"""Hugging Face's name of each tensor outside the blocks, by GGUF's name."""
+"""GGUF's name of a tensor outside the blocks -> Hugging Face's name."""
 
 
 def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:

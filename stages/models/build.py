@@ -45,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Everything that decides how this rank's models are built. Blueprints of roles differ only in `spec`."""
+    """Everything that decides how this rank's models are built. The blueprints of two roles differ only in `spec`."""
 
     model: ModelConfig
     spec: ModelSpec

@@ -68,7 +68,7 @@ class OptimizerConfig:
             lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
         ),
     )
-    """AdamW's two betas. (Muon's is 0.95.)"""
+    """AdamW's two betas. (The momentum of muon is always 0.95.)"""
     eps: float = setting(1e-5, above(0, " (1e-5 is usual)"))
     """AdamW's epsilon."""
     weight_decay: float = setting(0.0, at_least(0, " (0: none)"))

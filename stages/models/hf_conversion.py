@@ -53,22 +53,22 @@ _QKV = {
     "self_attention.linear_qkv.weight": (Q_PROJ, K_PROJ, V_PROJ),
     "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
 }
-"""Hugging Face's projections by Megatron's name, in the order that their rows have in each query group of
-`linear_qkv`."""
+"""Megatron's name -> Hugging Face's projections. Within each query group of `linear_qkv` their rows have this order."""
 PARTS = {
     "self_attention.linear_qkv.weight": _QKV["self_attention.linear_qkv.weight"],
     "self_attention.linear_proj.weight": (O_PROJ,),
     "mlp.linear_fc1.weight": (GATE_PROJ, UP_PROJ),
     "mlp.linear_fc2.weight": (DOWN_PROJ,),
 }
-"""Hugging Face's parts of a linear's weight, in the order of Megatron's weight."""
+"""Megatron's name of a linear's weight -> the parts of a layer (by Hugging Face's names) that it holds, in this
+order."""
 _NORMS = {
     "input_layernorm.weight": INPUT_NORM,
     "self_attention.q_layernorm.weight": Q_NORM,
     "self_attention.k_layernorm.weight": K_NORM,
     "pre_mlp_layernorm.weight": POST_ATTENTION_NORM,
 }
-"""Hugging Face's part of a layer by Megatron's name, for the norms. They are whole on every rank."""
+"""Megatron's name of a norm's weight -> the part of a layer, by Hugging Face's name. Norms are whole on every rank."""
 
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
@@ -125,7 +125,8 @@ SPLIT_AXES = {
     "mlp.linear_fc1.lora.B": 0,
     "mlp.linear_fc2.lora.A": 1,
 }
-"""Axis along which tensor parallelism cuts a parameter. Parameters not listed are whole on each rank."""
+"""Megatron's name of a parameter -> axis along which tensor parallelism cuts it. Other parameters are whole on each
+rank."""
 
 
 def adapted_weight(name: str) -> tuple[str, str]:

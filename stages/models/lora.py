@@ -10,8 +10,10 @@ linear would have fewer parameters at the same rank.) The As are stacked, so tha
 in the order of W's rows, and the code that cuts, pads, saves and names W does the same for B.
 
     tensor parallelism      A                                       B                                    exchanged
-    rows of W (qkv, fc1)    whole on each rank                      cut                                  x A^T: rank
-    columns (proj, fc2)     cut                                     whole on each rank                   x A^T: rank
+    rows of W (qkv, fc1)    whole on each rank                      cut                                  x A^T
+    columns (proj, fc2)     cut                                     whole on each rank                   x A^T
+
+x A^T has only `rank` numbers per token and part.
 
 `write_adapters` writes a policy's adapters as a directory. Hugging Face's peft adds them to the start model.
 """
@@ -54,7 +56,7 @@ LINEARS = {
     "fc1": "mlp.linear_fc1",
     "fc2": "mlp.linear_fc2",
 }
-"""Name of Megatron's linear within a block, by target of `model.lora.targets`."""
+"""Target of `model.lora.targets` -> name of Megatron's linear within a block."""
 
 FrozenWeights = dict[tuple[str, int | None], Parameter]
 """The frozen parameters of a rank that the roles' models share, by (name within the block or model, block)."""
@@ -82,7 +84,7 @@ class Adapter(Module):
         """Create the adapter. Its weights are not initialised.
 
         Args:
-            part_M: number of the part, out of `parts`, that each row of the weight belongs to.
+            part_M: for each row of the weight, the index (below `parts`) of the part that the row belongs to.
             by_rows: tensor parallelism cuts the outputs.
             sharded: each rank has only a part of the sequence (sequence parallelism).
         """
@@ -187,8 +189,8 @@ def initial_adapters(spec: ModelSpec, lora: LoraConfig, layer: int, seed: int) -
 
 
 def merge(weight_MK: Tensor, name: str, adapters: Mapping[str, Tensor], lora: LoraConfig) -> Tensor:
-    """Return W + (alpha / rank) B A of a whole Hugging Face tensor, computed in float32 and rounded once to W's dtype.
-    The tensor is whole so that its bits are the same in every layout."""
+    """Return W + (alpha / rank) B A for a whole Hugging Face tensor W, computed in float32 and rounded once to W's
+    dtype. The tensor is whole so that its bits are the same in every layout."""
     part = name.removesuffix(".weight")
     a_RK, b_MR = (adapters[f"{part}.{side}.weight"].float() for side in SIDES)
     return torch.addmm(weight_MK.float(), b_MR, a_RK, alpha=lora.alpha / lora.rank).to(weight_MK.dtype)

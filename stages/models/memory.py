@@ -6,9 +6,9 @@ r"""Predict the memory that the models of one rank take, in bytes, from the arch
     moments          the optimizer's numbers in `moments_dtype`,        /   with the distributed optimizer
                      with AdamW two for every trained parameter (`moments_bytes`)
     activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
-    logits           kept logits, temporary blocks of the vocabulary, and the output layer's gradient. The memory for
-                     one recomputed transformer block is subtracted, since it is needed only later, after the output
-                     layer's backward pass
+    logits           kept logits, temporary blocks of the vocabulary, and the output layer's gradient. One
+                     recomputed transformer block, which `activations` includes, is subtracted: it is needed only after
+                     the output layer's backward pass
     trunk cache      hidden states of the frozen blocks
 
 On one gang policy and critic train in turn. So only the larger of their activations counts, plus the activations that
@@ -49,7 +49,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENTS = "gradients"
 
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
-"""Size of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
+"""Device -> bytes of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
 LOGITS_MIN_BLOCK = 512
 """Minimum number of vocabulary tokens in a block of logits. A block with many rows may then be larger than
 LOGITS_BLOCK_BYTES, since narrower products are slow."""
@@ -194,8 +194,8 @@ def moments_bytes(gang: GangModels, role: Role, stage: int) -> int:
     """Return the bytes of the moments of a role's trained parameters, on one tensor-parallel rank of a stage.
 
     adamw       two numbers for every parameter
-    muon        one for the matrices of the blocks, two for the others
-    adafactor   one for each row and each column of a Hugging Face matrix, one for each element of a vector
+    muon        one number for every weight in the blocks' matrices, two for every other parameter
+    adafactor   one number for each row and each column of a Hugging Face matrix, one for each element of a vector
     """
     count = trained_parameters(gang, role, stage)
     spec, lora, last = gang.spec_of(role), gang.model.lora, stage == gang.layout.pipeline - 1
@@ -366,8 +366,8 @@ def adapter_activations(gang: GangModels, role: Role) -> float:
 
 
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
-    """Return the activation bytes of a stage: those of all micro-batches in flight, and those of the one block that is
-    recomputed at a time. Stage s of p stages has p - s micro-batches in flight (1F1B)."""
+    """Return the bytes of a stage's activations: all micro-batches in flight, and the one block that is recomputed at a
+    time. Stage s of p stages has p - s micro-batches in flight (1F1B)."""
     again = _recomputed(gang, role, batch) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 

@@ -56,8 +56,8 @@ class ProductChoice:
     products: Products
     reason: str
     milliseconds: Mapping[str, float]
-    """Best time of several runs on rank 0. The keys are "torch forward", "onednn weight_gradient" and so on. Empty if
-    only one library could be used."""
+    """Library and product -> best time of several runs on rank 0. The keys are "torch forward", "onednn
+    weight_gradient" and so on. Empty if only one library could be used."""
 
 
 def choose_products(
@@ -205,7 +205,8 @@ def set_numerics(model: ModelConfig) -> None:
 
 
 def repeats_bits(model: ModelConfig) -> bool:
-    """Return True if a repeated update has the same digest in this process."""
+    """Return True if an update that is computed twice gives the same bits: always on a CPU, and on CUDA under
+    `model.deterministic`."""
     return model.deterministic or not torch.cuda.is_available()
 
 

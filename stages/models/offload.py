@@ -20,7 +20,8 @@ from torch import Tensor, UntypedStorage
 
 
 def has_own_memory() -> bool:
-    """Return True if the models' device has its own memory, which is freed when models move to the host's memory."""
+    """Return True if the models run on CUDA. Then the device has a memory of its own, which becomes free when models
+    move to the host's memory."""
     return torch.cuda.is_available()
 
 

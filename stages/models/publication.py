@@ -4,6 +4,8 @@
     same host     lists ──────────┴──────────► writes ────────────────┤               sums some ──┘
     another host  lists ──────────┴──────────► sends its parts ───────┘
 
+A rank lists the parts of tensors that it writes (`Slab`). To sum tensors is to compute their checksums from the file.
+
 Without LoRA no rank gathers a tensor. Beside the model's state a rank then needs one block of `BLOCK_BYTES` on the
 device and one on the host. Only ranks with data-parallel rank 0 write. With LoRA the tensor-parallel ranks of a stage
 gather one whole tensor at a time, and one of them merges and writes it. The tensors' order in the file, and so the

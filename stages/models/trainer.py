@@ -405,9 +405,9 @@ class Trainer:
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
-        """Return a text about a minibatch whose gradient is not finite. It names the rows of the micro-batches with
-        such a loss, the parameters with such a gradient, and all rows of the minibatch. The text is the same on every
-        rank (a collective call)."""
+        """Return a text about a minibatch whose gradient is not finite. It names the rows of the micro-batches whose
+        loss is not finite, the parameters whose gradient is not finite, and all rows of the minibatch. The text is the
+        same on every rank (a collective call)."""
         bad_rows = {
             int(row)
             for micro, of_micro in zip(minibatch.micro_batches if stats else [], stats, strict=True)

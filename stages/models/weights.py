@@ -125,8 +125,8 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
 
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Yield a slice of the rows for each of the consecutive blocks of at most `BLOCK_BYTES`. A longer row is a block of
-    its own."""
+    """Yield the blocks of a tensor as consecutive slices of its rows. A block has at most `BLOCK_BYTES`, or is a single
+    longer row."""
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     return (slice(first, min(num_rows, first + step)) for first in range(0, num_rows, step))
 
@@ -190,7 +190,8 @@ def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]
 
 
 def sum_over_ranks(rank: ParallelRank, shares: Sequence[float]) -> float:
-    """Return the sum of all ranks' shares, with the same bits on every rank."""
+    """Return the sum of the output ranks' shares, with the same bits on every rank. The shares of other ranks do not
+    count."""
     return math.fsum(share for part in from_all_ranks(shares if rank.is_output_rank else []) for share in part)
 
 

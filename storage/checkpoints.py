@@ -212,9 +212,9 @@ class Checkpoints:
         return meta
 
     def prune(self, role: str, keep: int, damaged: Collection[int] = (), every: int | None = None) -> list[int]:
-        """Remove old checkpoints and return their versions. Keep the newest `keep` complete checkpoints, not counting
-        the versions in `damaged`, and every version that is a multiple of `every`. Also remove directories that dead
-        processes of this host began. Raises ValueError for keep < 1."""
+        """Remove old checkpoints. Return the removed versions that were complete and not in `damaged`. Keep the newest
+        `keep` complete checkpoints, not counting the versions in `damaged`, and every version that is a multiple of
+        `every`. Also remove directories that dead processes of this host began. Raises ValueError for keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, given {keep}")
         complete = [version for version in self.versions(role) if version not in damaged]

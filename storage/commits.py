@@ -58,8 +58,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The facts about a node's work that are known before the work is done. `provenance_here` returns those of work in
-    this process."""
+    """The facts about a node's work that are known before the work is done. `provenance_here` returns the provenance of
+    work in this process."""
 
     inputs: tuple[Input, ...]
     weight_versions: tuple[int, ...]

@@ -32,8 +32,8 @@ class PromptsConfig:
     """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
     """Number of prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640, rounded down
-    to a multiple of `evaluate.shards`, but at least 2. No prompt is set aside if evaluations have a source of their own
-    (`evaluate.prompts.url`)."""
+    to a multiple of `evaluate.shards`, but at least 2 and at least `evaluate.shards`. No prompt is set aside if
+    evaluations have a source of their own (`evaluate.prompts.url`)."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
@@ -162,14 +162,14 @@ class PreferencesConfig:
     min_gap: float = setting(1.0, above(0, ": of equal ratings none is the better"))
     """For ratings: smallest difference between the two ratings of a pair."""
     group_texts: int = setting(16, at_least(2, ": a text is compared with others"))
-    """For ratings: texts in a group. Groups are drawn anew for every epoch, and the texts of a group are compared with
-    one another."""
+    """For ratings: number of texts in a group. Groups are drawn anew for every epoch, and the texts of a group are
+    compared with one another."""
     validation: float = setting(0.1, between(0, 1, " (0.1 is usual)", ends=False))
     """Share of the prompts (for ratings: texts) for validation, which chooses the best state of the model."""
     held_out: float = 0.2
     """Share of the prompts (for ratings: texts) for the final figures only."""
     held_out_pairs: int = setting(20000, at_least(1))
-    """For ratings: most pairs drawn from the held-out texts, and from the validation texts."""
+    """For ratings: maximum number of pairs that are drawn from the held-out texts, and from the validation texts."""
     max_tokens: int = setting(512, at_least(3, ": a prompt, a response and its end"))
     """Longest row in tokens: prompt, response and end."""
     too_long: Literal["error", "skip"] = "error"

@@ -44,8 +44,8 @@ def has_sums(directory: Path) -> bool:
 
 
 def export_faults(directory: Path) -> Iterator[str]:
-    """Yield the faults of an exported directory that has the record. Reads every byte. Additional files
-    are no fault."""
+    """Yield the faults of an exported directory that has the record. Reads every byte. Additional files are no
+    fault."""
     try:
         document = codec.document((directory / RECORD).read_bytes(), EXPORT_FORMAT, str(directory / RECORD))
         sums, stated = document["files"], document["checksum"]
@@ -77,7 +77,7 @@ def _checksum(sums: object) -> str:
 # ---- the exports of a run --------------------------------------------------------------------------------
 
 _LEAVING = ".leaving-"
-"""Prefix of the directory of an export that is being removed, which must no longer have a version's name."""
+"""Prefix of the name that an export's directory has while it is removed. It must no longer have a version's name."""
 
 
 class Exports:
@@ -110,8 +110,8 @@ class Exports:
         return sorted({version for path in (*local, *uploaded) if (version := version_of(path)) is not None})
 
     def clear_unfinished(self, before: int) -> list[int]:
-        """Return the versions below `before` whose exports were begun but not finished. Remove the staged directories
-        of finished versions. No process may be writing one of these exports."""
+        """Return the versions below `before` whose exports were begun but not finished. If a version below `before` is
+        finished, remove its staged directory, which is a leftover. No process may be writing one of these exports."""
         staged = (int(path.name[2:]) for path in self.root.glob(".v*") if path.name[2:].isdecimal())
         begun = {version for version in staged if version < before}
         for version in begun.intersection(finished := self.versions()):

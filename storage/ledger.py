@@ -2,7 +2,7 @@
 docs/architecture.md).
 
     node  ──► output bytes under the attempt's own name ──► `Ledger.commit` (exclusive create) ──► winner | loser
-    reader ─► `Ledger.find(address)` ──► Commit: what there is, and what it was made from
+    reader ─► `Ledger.find(address)` ──► Commit: description of the output and of its inputs
 
 The record of a recent step is a file `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON
 (`storage/commits.py`).
@@ -67,8 +67,8 @@ class Ledger:
     def find(self, address: Address, *, closed: bool = True) -> Commit | None:
         """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged.
 
-        `closed`: also look into the segment of the address's step. A caller that will commit an output there if it
-        finds none may do without, since `commit` looks there."""
+        `closed`: also look into the segment of the address's step. A caller that commits an output if it finds none may
+        pass False, since `commit` looks into the segment."""
         if (known := self._commits.get(address)) is not None:
             return known
         key, data = _key(address), files.read(self._root, _key(address))
@@ -114,7 +114,8 @@ class Ledger:
 
         `before` writes the output, and ends before the commit exists; if it raises, nothing is committed. `closed`:
         also look whether the address's step is in a segment. Otherwise the caller must call `withdraw_closed` before it
-        settles the output. Raises ValueError for a commit that cannot be written as JSON."""
+        brings the output's files to their final places (`RolloutStore.settle`). Raises ValueError for a commit that
+        cannot be written as JSON."""
         data = encode(commit)
         if files.write_new(self._root, _key(commit.address), data, before):
             self._remember(commit)
@@ -126,9 +127,9 @@ class Ledger:
         return winner
 
     def withdraw_closed(self, commit: Commit) -> bool:
-        """If the step of a commit is in a segment, remove the file of a record at its address and return True. A late
-        attempt can make such a file, since the name of the first record's file is free again. Return False if the step
-        is in no segment."""
+        """If a segment has a record for the commit's address, remove the single file at this address and return True. A
+        late attempt can create such a file, since its name is free again once the record is in a segment. Return False
+        if no segment has a record for the address."""
         if self._closed(commit.address) is None:
             return False
         files.remove(self._root, _key(commit.address))
@@ -163,9 +164,9 @@ class Ledger:
         return step
 
     def close(self, first: int, addresses: Collection[Address]) -> None:
-        """Move the records of the `SPAN` steps from `first` on into their segment. All these records must exist
-        (MissingOutput otherwise). Only the driver may call this, and only when no node of these steps is still running,
-        except nodes whose output will be discarded."""
+        """Move the records of the `SPAN` steps from `first` on into their segment. `addresses`: the addresses of all
+        these records. Raises MissingOutput if one of the records does not exist. Only the driver may call this, and
+        only when no node of these steps is still running, except nodes whose output will be discarded."""
         if self._segment(first) is None:
             records = {address: files.read(self._root, _key(address)) for address in addresses}
             missing = [str(address) for address, data in records.items() if data is None]
@@ -251,7 +252,7 @@ class Ledger:
         return aside.at(key)
 
     def forget(self, addresses: Iterable[Address]) -> None:
-        """Read the records of these addresses anew, because somebody has moved them."""
+        """Drop the cached commits at these addresses, because their records were moved or removed."""
         for address in addresses:
             self._commits.pop(address, None)
 
@@ -275,7 +276,7 @@ def _key(address: Address) -> str:
 # ---- segments --------------------------------------------------------------------------------------------
 
 SPAN = 16
-"""Steps in a segment. With 64 shards a segment has some 18 MB."""
+"""Number of steps in a segment. With 64 shards a segment has some 18 MB."""
 FORMAT = 1
 _SEGMENT = re.compile(r"closed/steps_(\d{6,})\.segment")
 
@@ -285,7 +286,7 @@ class Segment:
     """A segment as it was read. Its records are checked when they are decoded."""
 
     places: Mapping[Address, tuple[int, int]]
-    """Start and end of each record in `data`."""
+    """Address -> (start, end) of its record in `data`."""
     data: bytes
 
     def record(self, address: Address) -> bytes | None:

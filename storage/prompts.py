@@ -103,8 +103,8 @@ def _parquet(url: str) -> Iterator[Row]:
 
 
 def _reason(error: Exception, url: str) -> str:
-    """Return the message of an error. For a web page, fsspec's message is only the address, and the message of its
-    cause is returned."""
+    """Return the message of an error. If the message is only the URL, as fsspec's is for a web page, return the message
+    of the error's cause."""
     return str(error.__cause__ or error) if str(error) == url else str(error)
 
 
@@ -197,8 +197,8 @@ def held_out_by_default(num: int, shards: int) -> int:
 
 
 def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (training, held-out) prompt numbers, int64, disjoint and each ascending. Raises PromptsError if no
-    training prompt would be left."""
+    """Return the indices of the (training, held-out) prompts in their source, int64. The two arrays are disjoint, and
+    each is ascending. Raises PromptsError if no training prompt would be left."""
     if not 0 <= held_out < num:
         raise PromptsError(f"prompts.held_out: given {held_out}, the source has {num} prompts: 0..{num - 1} would work")
     order = np.random.default_rng([seed, _SPLIT]).permutation(num)
@@ -206,8 +206,8 @@ def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_indices(train_indices: np.ndarray, seed: int, step: int, rows: int) -> np.ndarray:
-    """Return the prompt numbers of a step's rows, int64 [rows]. Every prompt comes once per epoch. A step may span two
-    or more epochs."""
+    """Return the index of the prompt of each row of a step, int64 [rows]. Every prompt comes once per epoch. A step may
+    span two or more epochs."""
     num = len(train_indices)
     epochs, offsets = np.divmod(np.arange(step * rows, (step + 1) * rows), num)
     chosen = np.empty(rows, np.int64)

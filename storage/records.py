@@ -318,7 +318,7 @@ DESCRIPTIONS = MappingProxyType(
         "canary_logprobs": _array("canary: log-probability of the same token by an engine", "nat"),
     }
 )
-"""Attributes by the name of the array."""
+"""Name of an array -> its attributes."""
 
 
 def describe(name: str) -> Attributes:

@@ -83,8 +83,8 @@ def split_credentials(url: str) -> tuple[str, str, str]:
 
 
 def marked(content: Mapping[str, Any]) -> list[str]:
-    """Return the key paths of the settings whose secret was replaced by `MARK`. `content`: each setting's value by its
-    key path."""
+    """Return the key paths of the settings whose secret was replaced by `MARK`. `content`: key path -> value of the
+    setting."""
     marks = (MARK, f"://{MARK}@", f"={MARK}")
     return [key for key, value in content.items() if str(value) == MARK or any(m in str(value) for m in marks[1:])]
 

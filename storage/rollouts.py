@@ -117,7 +117,7 @@ class RolloutStore:
         self._writeback = writeback
         self._templates: dict[tuple[Layout, str, int], Template] = {}
         self._described: set[str] = set()
-        """Keys of metadata that is known to exist. All are forgotten now and then, and when arrays are deleted."""
+        """Keys of metadata that is known to exist. The set is emptied when it is large, and when arrays are deleted."""
         self._lock = threading.Lock()
 
     @property
@@ -195,8 +195,8 @@ class RolloutStore:
         """Do the last part of `write`: bring a committed attempt's files to their chunk keys. May be called at any time
         after the commit, any number of times, and by several processes at once.
 
-        `contents`: the content of the attempt's files, if it is known. An object store cannot rename, so it gets them
-        once more."""
+        `contents`: name -> content of the attempt's files, if known. They are used only with an object store: it cannot
+        rename files, so they are written again at their chunk keys."""
         metadata = {key: data for key, data in self._metadata(commit).items() if key not in self._described}
         stored = files.map_items(self._data, lambda key: files.read(self._data, key), metadata)
         write_metadata(self._run, {key: metadata[key] for key, data in zip(metadata, stored, strict=True) if not data})
@@ -213,7 +213,8 @@ class RolloutStore:
         self._discard(commit.address, commit.attempt)
 
     def _settle_open(self, commit: Commit, contents: Mapping[str, bytes] | None = None) -> bool:
-        """Settle a commit and return True, unless an earlier one is in the segment of its step."""
+        """Settle a commit and return True. If a segment has an earlier commit of its address, discard its attempt and
+        return False."""
         if self._ledger.withdraw_closed(commit):
             self._discard(commit.address, commit.attempt)
             return False
@@ -260,9 +261,9 @@ class RolloutStore:
         files.remove_tree(self._run, "attempts")
 
     def read(self, address: Address) -> Any:
-        """Return the committed record, in the type that was written. Raises MissingOutput if nothing is committed,
-        DroppedOutput if the arrays were deleted, and StoreError, naming array and address, if an array is missing or
-        damaged."""
+        """Return the committed record, in the type that was written. Raises MissingOutput if nothing is committed, or
+        if the commit has no arrays. Raises DroppedOutput if the arrays were deleted. Raises StoreError, naming array
+        and address, if an array is missing or damaged."""
         commit = self._ledger.get(address)
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")
@@ -576,7 +577,7 @@ def write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
 # ---- recent ----------------------------------------------------------------------------------------------
 
 Key = tuple[Address, str]
-"""An output and the attempt that was committed."""
+"""(Address of an output, name of its committed attempt)."""
 
 
 class RecentRecords:
@@ -644,7 +645,7 @@ def _plain_array(store: files.Root, name: str, rows: slice) -> np.ndarray:
 # ---- vocabulary ------------------------------------------------------------------------------------------
 
 BYTES, OFFSETS = "vocabulary_bytes", "vocabulary_offsets"
-"""Names of the arrays."""
+"""Names of the two arrays of the store's root that hold the vocabulary."""
 Decode = Callable[[Sequence[int]], str]
 """A function from token ids to their text: a tokenizer's or a vocabulary's."""
 

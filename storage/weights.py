@@ -14,7 +14,7 @@ leave a .bin without a manifest; the next publish of that version removes it. Pu
 other's pids (one host, one pid namespace).
 
 Several processes of a host can write one version together. One opens an `attempt`, all put their parts of the tensors
-at their places, then each sums some of the tensors, and the first one links the manifest:
+at their places, then each computes the checksums of some tensors, and the first one links the manifest:
 
     attempt(version, places) ──► put(part) … put(part) ──► sums(places) ──► finish(sums)
 
@@ -212,7 +212,7 @@ class WeightBoard(Closing):
         """Write `rows` [n, ...], a part of a tensor. Row i goes to byte `start + i * stride` of the tensor. A stride of
         0 means that the rows follow each other without gaps. Any process of the host may call this.
 
-        Raises StoreRefused if the memory is full; ValueError if the version exists and has other bytes at these
+        Raises StoreRefused if the memory is full. Raises ValueError if the version exists and has other bytes at these
         places."""
         path = self.directory / attempt.file
         self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
@@ -302,7 +302,7 @@ class WeightBoard(Closing):
         return True
 
     def tidy(self, wanted: Callable[[Manifest], bool]) -> None:
-        """Release the versions that are not `wanted`, and remove what dead processes left unfinished."""
+        """Release the versions for which `wanted` returns False, and remove unfinished files of dead processes."""
         for version in self.available():
             manifest = self.manifest(version)
             if manifest is not None and not wanted(manifest):

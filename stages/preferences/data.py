@@ -1,4 +1,4 @@
-"""Turn judgements into rows of tokens, pairs of rows, and the groups that an optimizer step compares.
+"""Turn judgements into rows of tokens, pairs of rows, and groups of rows that an optimizer step takes whole.
 
 judgements ──► rows (each response or text once) ──► pairs: (better row, worse row)
                                          └──► groups: a prompt's responses, or texts drawn together
@@ -23,7 +23,7 @@ _PAIRS, _EPOCH = 3, 4
 
 @dataclass(frozen=True)
 class Pairs:
-    """Row numbers: `better[p]` was judged above `worse[p]`."""
+    """Pairs of rows, given by the rows' indices: row `better[p]` was judged above row `worse[p]`."""
 
     better: np.ndarray
     worse: np.ndarray
@@ -41,9 +41,9 @@ class JudgedRows:
 
     rows: TokenRows
     pairs: Pairs
-    """For ratings: the pairs on which accuracy is measured. The pairs to train on are drawn anew for every epoch."""
+    """For ratings: the pairs on which accuracy is measured. (The pairs to train on are drawn anew for every epoch.)"""
     units: np.ndarray
-    """int64 [rows]: number of the row's prompt; for ratings, number of the text."""
+    """int64 [rows]: index of the row's prompt among the prompts of this part; for ratings, index of the text."""
     texts: list[str]
     ratings: np.ndarray | None = None
     """float64 [rows]"""

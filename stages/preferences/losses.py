@@ -5,7 +5,7 @@ If K responses to a prompt are compared in all C(K, 2) pairs, these pairs are on
 
     L = - mean over groups of  1 / C(K, 2)  sum over pairs (w, l) of  log sigma(r_w - r_l)
 
-Both losses are sums of weight * term, and the weights refer to the whole minibatch. So the loss of a minibatch is the
+Both losses are sums of weight * term. The weights of a whole minibatch add up to 1, so the loss of a minibatch is the
 sum over its micro-batches and ranks.
 
 The measures are accuracy on pairs with its standard error, calibration, margin, and the best accuracy that the noise of
@@ -41,7 +41,7 @@ def bradley_terry_loss(
     weights: Float[Tensor, " pairs"],
 ) -> tuple[Float[Tensor, ""], LossStats]:
     """Return -sum of weight * log sigma(r_better - r_worse), the negative log-likelihood of the judgements (Bradley and
-    Terry 1952), and its stats.
+    Terry 1952), and these stats:
 
     - the loss
     - `accuracy`: weighted share of pairs that are ordered as judged; a tie counts half
@@ -117,8 +117,8 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class Reliability:
-    """Calibration of a reward model. Its pairs are in bins of equal width by the model's confidence in their order, 0.5
-    to 1. A bin without pairs has NaN."""
+    """Calibration of a reward model. Pairs are sorted into bins of equal width by the model's confidence in their
+    order, from 0.5 to 1. A bin without pairs has confidence and accuracy NaN."""
 
     confidence: np.ndarray
     """[bins]: mean of sigma(|margin|)."""

@@ -1,5 +1,5 @@
-"""Train a reward model: epochs of optimizer steps with validations between them. The state with the best validation is
-kept and measured on the held-out set. Every rank of the gang runs this.
+"""Train a reward model: epochs of optimizer steps with validations between them. The model's state with the best
+validation accuracy is kept, and measured on the held-out set. Every rank of the gang runs this.
 
     consumes   judged rows of training, validation and held-out set (the same on every rank)
     reports    a `TrainingProgress` after every optimizer step and every validation; on every rank
@@ -34,7 +34,7 @@ from storage.config import PreferencesConfig
 
 
 class TrainingFailed(RuntimeError):
-    """The training cannot go on. The message says at which step, and why."""
+    """An error for a training that cannot go on. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ def train_reward_model(
     config: RewardTrainingConfig,
     report: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
-    """Train, keep the state with the best validation accuracy (the earliest if several are equal), and measure it.
-    Under `config.normalise`, first set its bias so that the scores of the training rows have mean 0.
+    """Train the model, go back to the state with the best validation accuracy (the earliest if several are equal), and
+    measure this state. Under `config.normalise`, first set its bias so that the scores of the training rows have mean
+    0.
 
     Raises:
         TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or a score is not finite.

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """The address of an output within a run: (stage, step, shard). For `publish`, `canary` and `evaluate`, `step` is
-    the version of the weights. Stages with one node per step have shard 0."""
+    """The address of an output within a run: (stage, step, shard). For `publish`, and for the stages of evaluations and
+    canaries, `step` is the version of the weights. Stages with one node per step have shard 0."""
 
     stage: str
     step: int

@@ -1,7 +1,7 @@
 """Copies of local directories in an object store, for files that other libraries write with their own file calls
 (checkpoints, exports).
 
-    local directory ──files, some at once──► object store ──their sizes, as listed there──► marker: the copy is complete
+    local directory ──files, some at once──► object store ──sizes checked──► marker: the copy is complete
     object store ──files, marker last──► local directory
 
 The marker is the directory's manifest, which has the size and CRC-32 of every file. `upload` compares the sizes that

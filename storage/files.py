@@ -418,7 +418,7 @@ TRANSIENT = frozenset(
 )  # fmt: skip
 """Transient errors of a network filesystem, or of a disk behind it."""
 REFUSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE})
-"""Permanent errors: they stay until a person acts."""
+"""Permanent errors of a filesystem: they stay until a person acts."""
 
 _SHORTEST_S, _LONGEST_S = 0.05, 2.0
 
@@ -427,7 +427,8 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
     """Return `act()`, which works on `path`, and retry it while it raises transient errors.
 
     Raises:
-        StoreRefused: an error of `REFUSING`.
+        StoreRefused: an error that stays until a person acts: one of `REFUSING`, or an object store that denies the
+            access or is used without credentials.
         StoreUnavailable: transient errors for longer than `retry_s`.
         OSError: any other error.
     """

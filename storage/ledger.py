@@ -10,7 +10,7 @@ The record of a recent step is a file `<stage>/step_000012/shard_0003.json` belo
 The records of old steps are in segments, `SPAN` steps in a file. A run of 10,000 steps has 150,000 records. As single
 files they take minutes to list and read on a network filesystem, and every resume reads them.
 
-    closed/steps_000016.segment     a line of JSON: the place of each record, and a checksum of the line
+    closed/steps_000016.segment     a line of JSON: the place of each record, and a checksum of these places
                                     the records as they were written, one after the other
 
 A segment is written when all of its records exist, and never changes. Then the files of the records are removed. A

@@ -71,8 +71,9 @@ class Split:
 
 
 def load_split(config: PreferencesConfig, seed: int) -> Split:
-    """Return all judgements of a source, split at random by prompt, or by rated text. The split depends on `seed`.
-    Raises PreferencesError."""
+    """Return all judgements of a source, split at random by prompt, or by rated text. The split depends on `seed`. With
+    `data.held_out_url` the held-out set is that file, and only the other two sets are split. Raises
+    PreferencesError."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
     held_out: list[Judgement] | None = None

@@ -136,7 +136,7 @@ class Scores(Record):
     scores: Float32[np.ndarray, " rows"]
     parts: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
     disagreement: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
-    """Standard deviation over the members of an ensemble, by part."""
+    """Name of a part -> standard deviation over the members of its ensemble."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays as they are stored."""

@@ -75,7 +75,8 @@ def redacted_text(text: str) -> str:
 
 
 def split_credentials(url: str) -> tuple[str, str, str]:
-    """Return a URL without user and password, then the user and the password, decoded; empty if it has none."""
+    """Return (URL without user and password, user, password). User and password are decoded, and empty if the URL has
+    none."""
     scheme, separator, rest = url.partition("://")
     credentials, rest = _userinfo(rest)
     user, _, password = credentials.partition(":")

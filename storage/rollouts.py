@@ -138,11 +138,11 @@ class RolloutStore:
     ) -> Commit:
         """Store and commit a record. Return the winning commit, which may be an earlier one of another attempt.
 
-        `mask`: response_mask, rows × seq.
+        `mask`: response_mask, rows × seq, for the check of `*_logprobs` (see `check_logprobs`).
 
         Raises:
             ValueError: rows or seq differ from the layout's; a number is NaN or infinite (naming field and row); or
-                `*_logprobs` are zero on all sampled tokens of a row (those of `mask`).
+                `*_logprobs` are zero on all sampled tokens of a row (naming field and row).
         """
         check_finite(record)
         check_logprobs(record, mask)
@@ -500,8 +500,8 @@ def _group(address: Address) -> str:
 
 
 def dropped(address: Address, before: int) -> bool:
-    """Return True if an output belongs to a step before `before`, whose arrays were deleted, and not to an evaluation.
-    The result does not depend on whether the output ever had arrays."""
+    """Return True if the arrays at an address count as deleted: the step is before `before`, and the stage is no
+    evaluation. The result does not depend on whether the output ever had arrays."""
     return address.step < before and not address.stage.startswith(EVALUATE)
 
 
@@ -647,7 +647,7 @@ def _plain_array(store: files.Root, name: str, rows: slice) -> np.ndarray:
 BYTES, OFFSETS = "vocabulary_bytes", "vocabulary_offsets"
 """Names of the two arrays of the store's root that hold the vocabulary."""
 Decode = Callable[[Sequence[int]], str]
-"""A function from token ids to their text: a tokenizer's or a vocabulary's."""
+"""A function that returns the text of token ids: a tokenizer's `decode`, or `Vocabulary.text`."""
 
 
 @dataclass(frozen=True)

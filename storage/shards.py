@@ -5,7 +5,7 @@ Zarr's own codecs and to the same bytes, so any Zarr reader can read them. Zarr 
 array of some hundred numbers, mostly to hand work to its event loop and threads.
 
     shard file = inner chunk 0 | inner chunk 1 | … | index | CRC-32C of the index
-    inner chunk = Blosc (LZ4, shuffled) of the rows' bytes, little-endian | CRC-32C of that
+    inner chunk = Blosc (LZ4, shuffled) of the rows' bytes, little-endian | CRC-32C of the compressed bytes
     index       = (offset, bytes) of every inner chunk, each a little-endian uint64
 
 https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.html

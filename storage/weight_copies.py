@@ -190,7 +190,8 @@ class OutgoingVersion(Closing):
         raise MissingOutput(f"weights v{version} are not in {board.directory}, nor on their way there")
 
     def num_ready(self) -> int:
-        """Return the number of bytes that can be read now. Raises MissingOutput if no more will arrive."""
+        """Return the number of bytes that can be read now. Raises MissingOutput if bytes are missing and their receiver
+        has ended."""
         there = os.fstat(self._file)
         if there.st_size < self.manifest.file_bytes and (there.st_nlink == 0 or not owner_alive(self._path)):
             there = os.fstat(self._file)  # its receiver may have finished it, and ended, since we looked

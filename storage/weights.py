@@ -170,7 +170,7 @@ class WeightBoard(Closing):
     def publish(
         self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
     ) -> Manifest:
-        """Write a version and return its manifest. `dtypes`: "bfloat16" by name, for tensors that are bit patterns in
+        """Write a version and return its manifest. `dtypes`: name -> "bfloat16", for tensors that are bit patterns in
         uint16.
 
         Publishing a version again with the same tensors returns the existing manifest. Raises ValueError if the version

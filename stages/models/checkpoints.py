@@ -330,8 +330,8 @@ def _unpadded(name: str, spec: ModelSpec) -> int:
 
 
 def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first row, first column, rows, columns) of the rectangles that make up elements [start, end) of a matrix
-    in C order, in that order."""
+    """Yield (first row, first column, number of rows, number of columns) of the rectangles that make up the elements
+    [start, end) of a matrix, counted in C order. The rectangles are in the same order."""
     row, column = divmod(start, columns)
     if column and start < end:
         until = min(end, (row + 1) * columns)

@@ -102,7 +102,7 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
 
 def named_by_block(model: GPTModel, first_block: int) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
     """Yield (name within its block or model, block, parameter) for every parameter of a pipeline stage. `first_block`:
-    number in the whole model of the first stage's lowest block."""
+    the number that the first stage's lowest block has in the whole model."""
     blocks = {str(i): first_block + layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.layers."):

@@ -392,6 +392,6 @@ def _weights(*owners: GPTModel | Trunk | Trainer | None) -> Iterator[Tensor]:
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, values: Tensor) -> None:
-    """Write a micro-batch's rows into an array [rows, seq]."""
+    """Write `values`, one row for each row of a micro-batch, into these rows of an array [rows, seq]."""
     width = min(array.shape[1], values.shape[1])
     array[batch.rows, :width] = values[:, :width].cpu().numpy()

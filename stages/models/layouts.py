@@ -25,8 +25,8 @@ from storage.problems import Problem
 
 
 def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Iterator[Problem]:
-    """Yield the problems that a layout has on `num_ranks` ranks with any model. `prefix`: config key of the gang, put
-    before the keys of the problems."""
+    """Yield the problems of a layout on `num_ranks` ranks that do not depend on the model. `prefix`: config key of the
+    gang, put before the keys of the problems."""
     group = layout.tensor * layout.pipeline
     if group >= 1 and num_ranks % group:
         need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
@@ -64,8 +64,8 @@ def adapter_problems(lora: LoraConfig, role: Role, spec: ModelSpec) -> Iterator[
 def layout_problems(
     model: ModelConfig, role: Role, spec: ModelSpec, layout: LayoutConfig, prefix: str = ""
 ) -> Iterator[Problem]:
-    """Yield the problems of cutting a role's model by a layout. The caller has checked the model with
-    `blocks_problems`."""
+    """Yield the problems of a layout that cannot divide a role's model over the ranks. The caller has checked the model
+    with `blocks_problems`."""
     heads, key = spec.num_heads, f"{prefix}layout.pipeline"
     if layout.tensor > heads:
         need = f"the {_whose(role)} has {heads} query heads: at most {heads}"

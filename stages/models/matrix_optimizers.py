@@ -1,7 +1,7 @@
 """Adafactor and Muon: optimizers in which the step of one weight depends on the whole matrix.
 
-    adafactor    all tensors        v of a matrix from the means of its rows and of its columns, no first moment
-                                    (Shazeer & Stern 2018)
+    adafactor    all tensors        no first moment; the second moment of a matrix is computed from the means of its
+                                    rows and of its columns (Shazeer & Stern 2018)
     muon         matrices of the    one moment; the step is the orthogonal matrix nearest to the moment, by five
                  blocks             Newton-Schulz iterations in bfloat16 (Jordan et al. 2024)
                  other tensors      AdamW

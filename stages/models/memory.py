@@ -251,8 +251,8 @@ def trunk_parameters(gang: GangModels) -> int:
 
 
 def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Return the most bytes of parameters, gradients, masters and moments that are on a rank's device at one time. The
-    result depends on `offload`."""
+    """Return the bytes of parameters, gradients, masters and moments on a rank's device, at the time when they take the
+    most memory. The result depends on `offload`."""
     whole, alone = (
         _state_bytes(gang, stage),
         [_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles],
@@ -481,8 +481,8 @@ _FUSED = ((Q_PROJ, K_PROJ, V_PROJ), (Q_BIAS, K_BIAS, V_BIAS))
 
 
 def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, stage: int = 0) -> dict[str, int]:
-    """Return the number of elements of each tensor that a pipeline stage publishes: the policy's trained tensors, or
-    with LoRA the tensors that adapters are merged into."""
+    """Return name -> number of elements for each tensor that a pipeline stage publishes: the policy's trained tensors,
+    or with LoRA the tensors that adapters are merged into."""
     frozen, adapted = model.frozen_blocks, {*target_parts(model.lora)}
     per_stage = model.own_blocks(spec.num_layers, is_critic=False) // pipeline
     numbers = {}
@@ -511,7 +511,7 @@ def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[in
 
 
 def _gathered_bytes(gang: GangModels, largest: int) -> int:
-    """Return the bytes of a whole tensor while it is gathered, and with LoRA merged."""
+    """Return the bytes that a whole tensor takes while it is gathered and, with LoRA, merged."""
     number, lora = gang.dtype_bytes, gang.model.lora.rank
     return (3 if gang.layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
 

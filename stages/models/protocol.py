@@ -158,8 +158,8 @@ class ModelHost(Protocol):
         these are all tensors that `frozen_blocks` does not freeze. With LoRA they are the tensors that have adapters,
         with the adapters merged.
 
-        Return the manifest on rank 0, None on the others. On rank 0 raises ValueError if the version exists with other
-        bits, and StoreRefused if the board's memory is full."""
+        Return the manifest on rank 0, None on the others. Errors are raised on rank 0 only: ValueError if the version
+        exists with other bits, StoreRefused if the board's memory is full, and any error that another rank had."""
         ...
 
     def export(self, board: WeightBoard, directory: Path) -> Callable[[], None]:
@@ -181,8 +181,8 @@ class ModelHost(Protocol):
 
 class StateError(RuntimeError):
     """An error for a resident model that the call cannot use: another version, dirty, or not placed here. Also raised
-    for a checkpoint that does not fit the model, and for a process that is already in a gang. The message names the
-    role or the files."""
+    for a checkpoint that does not fit the model or cannot be read, and for a process that is already in a gang. The
+    message names the role or the files."""
 
 
 class NonFiniteGradientsError(RuntimeError):

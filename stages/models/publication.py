@@ -128,7 +128,7 @@ def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iter
 
 
 def _own_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
-    """Yield the parts of published tensors that this rank writes. Its pipeline stage publishes its trained tensors, or
+    """Yield the parts of published tensors that this rank writes. A pipeline stage publishes its trained tensors, or
     with LoRA the weights that adapters are merged into."""
     rank, with_lora = blueprint.parallel_rank, bool(blueprint.model.lora.rank)
     named = list(named_by_block(model, blueprint.model.frozen_blocks))

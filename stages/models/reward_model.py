@@ -196,7 +196,7 @@ class RewardModel:
 
     @torch.no_grad()
     def shift(self, by: float) -> None:
-        """Add a number to all scores."""
+        """Add `by` to the head's bias, and so to all scores."""
         for name, parameter in self._model.named_parameters():
             if name == "output_layer.bias":
                 parameter += by

@@ -113,7 +113,7 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_positions: int
-    """Tokens of the longest sequence, at most the sliding window if there is one."""
+    """Maximum number of tokens of a sequence: not more than the sliding window if there is one."""
     norm_eps: float
     rope_theta: float
     tied_embeddings: bool
@@ -201,8 +201,8 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    """Return the scaling, or None for plain rotary embedding. Raises ValueError for other kinds (yarn, linear, ...) and
-    for rotary embedding of a part of each head."""
+    """Return the scaling of the rotary frequencies, or None for plain rotary embedding. Raises ValueError for other
+    kinds (yarn, linear, ...) and for rotary embedding of a part of each head."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         given = rope["partial_rotary_factor"]
@@ -369,7 +369,7 @@ _RANDOM: Mapping[str, Mapping[str, Any]] = {
     RANDOM_8B: _LLAMA_3_1 | _8B_SIZES,
     RANDOM_70B: _LLAMA_3_1 | _70B_SIZES,
 }
-"""Contents of config.json by the name of a random model."""
+"""Name of a random model -> content of its config.json."""
 
 
 def is_random(path: str) -> bool:

@@ -94,7 +94,7 @@ class TracedRank:
     stage: int
     phases: Sequence[TracedPhase]
     published_bytes: int
-    """Bytes of the tensors of which this rank writes at least a part when the policy is published. Each of these
+    """Bytes of the tensors that this rank writes, or writes a part of, when the policy is published. Each of these
     tensors counts with its whole size."""
     operations: Mapping[str, int]
     """Number of calls of each of torch's operations in all phases, by name."""
@@ -202,8 +202,8 @@ def rows_of(batch: TraceBatch, number: int) -> Rollout:
 
 
 def _sent_shape(gang: TracedGang, role: Role, batch: TraceBatch) -> list[int]:
-    """Return the shape of the hidden states that pipeline stages send each other. Each stage reads this shape from the
-    other stage first."""
+    """Return the shape of the hidden states that pipeline stages send each other. A stage receives the shape before the
+    hidden states."""
     shards = gang.layout.tensor if gang.layout.sequence_parallel else 1
     return [-(-batch.size.tokens // shards), 1, read_spec(gang.model.path_of(role)).hidden_size]
 

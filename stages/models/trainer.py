@@ -184,10 +184,10 @@ class Trainer:
         Returns:
             The stats of this rank's micro-batches, one list per computed minibatch; the lists are empty except on the
             last pipeline stage.
-            The optimizer's metrics: lr; mean and largest grad_norm of the steps taken; optimizer_steps; skipped_steps
-            (gradient not finite); empty_steps; stopped_steps (the minibatch above `target_kl` and those after it).
-            Under float16 also overflow_steps (gradient not finite while the loss scale could still be lowered; not
-            counted as skipped) and the loss_scale at the end.
+            The optimizer's metrics: lr; grad_norm and grad_norm_max (mean and maximum over the steps taken);
+            optimizer_steps; skipped_steps (gradient not finite); empty_steps; stopped_steps (the minibatch above
+            `target_kl` and those after it, without empty ones). Under float16 also overflow_steps (gradient not finite
+            while the loss scale could still be lowered; not counted as skipped) and the loss_scale at the end.
 
         Raises:
             NonFiniteGradientsError: MAX_SKIPPED_STEPS in a row had a gradient that is not finite; raised on every rank.
@@ -316,7 +316,7 @@ class Trainer:
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Return the torch optimizer inside Megatron's: AdamW, or what replaced it."""
+        """Return the torch optimizer inside Megatron's: AdamW, or the optimizer that replaced it."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
 

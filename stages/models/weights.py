@@ -48,9 +48,9 @@ def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, 
 
 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) of this pipeline stage's weights that differ from `model.path`. Without LoRA, these are the
-    trained weights. With LoRA, they are copies of the adapted weights with the adapters merged in. Only the rank with
-    TP and DP rank 0 makes and yields such copies."""
+    """Yield (name, weight) of this pipeline stage's weights that training changes. Without LoRA, these are the trained
+    weights. With LoRA, they are copies of the adapted weights with the adapters merged in. Only the rank with TP and DP
+    rank 0 makes and yields such copies."""
     trained, rank, lora = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
     if not lora.rank:
         yield from trained
@@ -166,7 +166,8 @@ def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:
 
 def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
     """Return the arrays with the rows of all ranks on rank 0, None on other ranks. In `arrays` [all rows, ...] each
-    rank has filled in its own rows and left zeros in the others."""
+    rank has filled in its own rows and left zeros in the others. Only the arrays of output ranks are read
+    (`ParallelRank.is_output_rank`)."""
     if dist.get_world_size() == 1:
         return arrays
     summed = []

@@ -54,7 +54,7 @@ class PartFigures:
     scores: np.ndarray
     """float32 [rows]"""
     margins: np.ndarray
-    """float64 [pairs]: score of the better row minus that of the worse."""
+    """float64 [pairs]: score of the better row minus score of the worse row."""
     metrics: dict[str, float]
     """Always: accuracy, accuracy_se, margin. With the Bradley-Terry loss: loss, ece. With a teacher: agreement,
     spearman, teacher_accuracy, accuracy_of_teachers. With ratings: correlation. With standard errors of the ratings:

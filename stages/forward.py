@@ -6,8 +6,8 @@ value        the value of the state before each token, by the critic's weights a
 
 A canary compares trainer and engine: both score the same few tokens (`canary_logprob`, `engine_logprobs`) with one
 version of the weights. Under staleness no row is fresh, so an engine that did not load all of its weights looks like an
-engine with older weights. The canary tells the two apart, because trainer and engine score its tokens with the same
-version, whatever version sampled the tokens.
+engine with older weights. The canary tells the two engines apart, because trainer and engine score its tokens with the
+same version, whatever version sampled the tokens.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def engine_logprobs(
 def compared(
     engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
 ) -> tuple[CanaryLogprobs, dict[str, float]]:
-    """Return the record of the engine's log-probs for a shard, and metrics that compare them with the trainer's.
+    """Return the record of the engine's log-probs for a shard, and metrics that compare these log-probs with the
+    trainer's log-probs.
 
     Args:
         engine: the engine's log-probs of the canary rows, [rows seq].

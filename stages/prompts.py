@@ -41,7 +41,7 @@ class PromptTable:
     """int64: numbers of the prompts that are set aside for evaluation."""
     pad_id: int
     extra: list[dict[str, Any]]
-    """Other fields of the source, for the reward."""
+    """Other fields of each prompt in the source, for the reward."""
     messages: list[list[dict[str, str]]] | None = None
     """Messages of each prompt of a chat source, for the reward. Empty for a plain prompt in a table that also has
     chats. None without a chat source."""
@@ -113,8 +113,8 @@ class PromptTable:
         return PromptTable(self.tokens[:num], self.lengths[:num], train, held_out, self.pad_id, self.extra[:num], chats)
 
     def digest(self) -> str:
-        """Return a shortened SHA-256 of the whole table. Two equal digests show that a source was read the same way
-        twice."""
+        """Return a shortened SHA-256 of the whole table. If a source is read twice, equal digests show that both tables
+        are the same."""
         digest = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
         if self.messages is not None:
             digest.update(json.dumps(self.messages, sort_keys=True).encode())
@@ -163,7 +163,8 @@ def tokenise(
             set, the number of held-out prompts is a multiple of `eval_shards`.
 
     Raises:
-        PromptsError: a prompt is longer than `prompts.max_tokens` and `too_long` is not "skip", or no prompt is usable.
+        PromptsError: a prompt is longer than `prompts.max_tokens` and `too_long` is not "skip". Also raised if no
+            prompt is usable, or if no training prompt would be left.
     """
     kept: list[tuple[list[int], PromptItem]] = []
     for number, item in enumerate(items):

@@ -38,10 +38,10 @@ class RunCurves:
     of_steps: int
     """Number of all finished steps. If the run is long, `steps` contains only some of them."""
     metrics: Mapping[str, Sequence[float | None]]
-    """Values of each metric, by its name: one value per step in `steps`. A value is None if the step lacks the metric,
-    or if the value is not finite."""
+    """Name of a metric -> its values, one per step in `steps`. A value is None if the step lacks the metric, or if the
+    value is not finite."""
     held_out: Mapping[str, Sequence[HeldOutPoint]]
-    """Points of each `eval/` metric, by its name: one point per evaluation."""
+    """Name of an `eval/` metric -> its points, one per evaluation."""
 
 
 def read_curves(

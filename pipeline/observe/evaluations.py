@@ -3,10 +3,10 @@
 The comparison pairs the scores by prompt, so the differences between prompts do not add to its error:
 
     gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error
-    sd is the standard deviation of (after - before). Its variance divides by n - 1.
+    sd is the standard deviation of (after - before), with the divisor n - 1.
 
-The best version has the highest held-out reward among the versions within a KL budget. A variant of a run trains some
-of its updates again, with changed settings. It is compared with this run, its parent, in the same way. Pure functions.
+The best version has the highest held-out reward among the versions within a KL budget. A variant repeats some updates
+of a run, its parent, with changed settings. The scores of variant and parent are paired by prompt too. Pure functions.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ class Evaluation:
     scores: Mapping[int, float]
     """Score by prompt number."""
     distinct_bigrams: float | None = None
-    """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy."""
+    """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy. None if no
+    response has two tokens."""
     kl: float | None = None
     """KL divergence from the reference in nats per response: log mu - log pi_ref, summed over the tokens of each
     response, then averaged over the responses. None until the reference has scored the responses."""
     length: float | None = None
     """Mean number of sampled tokens per response, EOS included."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each part of the score before weighting, by name."""
+    """Name of a part of the score -> mean of the part before weighting."""
 
     @property
     def mean(self) -> float:

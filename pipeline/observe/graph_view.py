@@ -39,10 +39,10 @@ from storage.address import Address
 from storage.ledger import Ledger
 
 MAX_FINISHED_STEPS = 6
-"""Number of finished steps that are shown."""
+"""Maximum number of finished steps that are shown."""
 MAX_NODES = 4000
-"""Maximum number of nodes on a page. If a step has more than a few hundred nodes, fewer than `MAX_FINISHED_STEPS`
-finished steps are shown."""
+"""Maximum number of nodes on a page. If there are more, finished steps are left out, the oldest first. The open steps
+are always shown, even if they alone have more nodes."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int
 
     Args:
         spec: the shape of the graph.
-        statuses: the nodes of the open steps.
-        admitted: number of admitted steps."""
+        statuses: the status of each node of the open steps.
+        admitted: number of steps that the run has admitted so far, finished ones included."""
     first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - MAX_FINISHED_STEPS)
     nodes = add_finished_steps(spec, statuses, admitted, MAX_FINISHED_STEPS + spec.staleness + 1, MAX_NODES)
     return [status for status in nodes if status.node.scheduled_step >= first or not first]
@@ -268,7 +268,8 @@ def gang_views(
 
 @dataclass
 class CurveCache:
-    """A cache of the reward and the KL of each step, so that each commit is read only once."""
+    """A cache of the reward and the KL of each step, and of the held-out score of each version. Cached numbers are not
+    read from the ledger again."""
 
     spec: GraphSpec
     ledger: Ledger

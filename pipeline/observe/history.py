@@ -77,8 +77,9 @@ class History:
         return None if commit is None else commit.ref()
 
     def newest_version(self) -> int:
-        """Return the newest version of the policy, which equals the number of its updates. It is derived from the last
-        committed update. Updates are not counted, because commits of earlier updates may be lost."""
+        """Return the newest version of the policy, which equals the number of the policy's updates. The version is
+        derived from the last committed update. Updates are not counted, because commits of earlier updates may be
+        lost."""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def read_step_metrics(
@@ -143,8 +144,8 @@ class History:
         return all(address in known_commits or self.ledger.find(address) is not None for address in ends)
 
     def finished_steps(self) -> list[int]:
-        """Return the finished steps: all closed or deleted steps, and the later steps whose updates, advantages and
-        generated shards are all committed."""
+        """Return the numbers of the finished steps. These are all steps whose ledger segments are closed or whose
+        arrays were deleted, and each later step whose updates, advantages and generated shards are all committed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
         return finished_steps(self.spec, over, self.ledger.addresses(from_step=over))
 
@@ -211,7 +212,7 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
 
 
 def canary_alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
-    """Return the text of the alarm that a canary's metrics raise, or None if they raise none."""
+    """Return the text of the alarm that a canary's metrics raise, or None if the metrics raise no alarm."""
     if not metrics.get("mismatch/alarm"):
         return None
     difference, limit = metrics["mismatch/canary_mean_abs"], metrics["mismatch/alarm_nats"]

@@ -53,7 +53,8 @@ class EventKind(StrEnum):
     """Something needs attention now. `detail` describes it. If `stage` is `canary`, engine and trainer differ at
     version `step` of the weights. Otherwise `rule` is the name of the rule in section `alarms` of the config."""
     ROWS_MIGRATED = "rows_moved"
-    """Rows migrated from `worker` to another replica. `detail` names the replica and the number of rows."""
+    """`worker` finished a migration of rows to another replica. `detail` lists the number of accepted rows, the copied
+    bytes and the waiting times. If the replica refused rows, it also says why."""
     DEVICES_HANDED_OVER = "devices_passed"
     """The workers of `gang` released the devices that it shares with other gangs. `detail` names the gang that takes
     them over, and the seconds that the release took."""
@@ -71,10 +72,10 @@ class Event:
     kind: EventKind
     stage: str | None = None
     step: int | None = None
-    """The step. For the stages `publish` and `evaluate`, the version of the weights."""
+    """The step. For the stages `publish`, `canary` and `evaluate*`, and for PUBLISHED, the version of the weights."""
     shard: int | None = None
     rank: int | None = None
-    """The rank that ran the node, in STARTED and FINISHED. Rank 0 always has an event. Another rank has an event only
+    """The rank that ran the node. In STARTED and FINISHED, rank 0 always has an event. Another rank has an event only
     if it has a warning, or if its times differ from rank 0's. Differences up to 0.1 s, or up to a tenth of rank 0's
     duration, do not count."""
     gang: str | None = None
@@ -141,7 +142,7 @@ class Journal(Closing):
         continue to read.
 
         Raises:
-            AppendFailed: the file cannot be renamed."""
+            AppendFailed: the file cannot be renamed, or the new file cannot be opened."""
         self._file.close()
         numbers = [number for number, _ in _list_parts(self.path)]
         try:

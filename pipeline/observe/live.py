@@ -66,8 +66,8 @@ class Screen:
     now: Callable[[], float] = time.time
 
     def print_event(self, kind: str, line: str | Text, **fields: object) -> None:
-        """Print a line. If a program reads the output, print a JSON object of `kind` and `fields` instead. In it, NaN
-        and infinity become null."""
+        """Print a line. If a program reads the output, print a JSON object instead: the time, the kind of the event and
+        the `fields`. NaN and infinity become null."""
         if self.json_lines:
             about = redacted(_finite({"t": round(self.now(), 3), "event": kind, **fields}))
             line = json.dumps(about, ensure_ascii=False, allow_nan=False)
@@ -88,9 +88,9 @@ class Progress:
     """The live display of a run.
 
     Args:
-        links: addresses or commands by label, for example the address of the Dask dashboard.
+        links: label -> address or command, for example the address of the Dask dashboard.
         first_step: the step at which a resumed run continues.
-        workers: name of the gang of each worker that will be built, by the worker's name.
+        workers: name of each worker that will be built -> name of its gang.
         rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
         json_lines: True if a program reads the output.
         has_fixed_length: True if the config makes all responses end at the length limit. Then the fraction of truncated

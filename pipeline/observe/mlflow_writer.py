@@ -1,5 +1,6 @@
-"""The process that delivers a run's spool to MLflow: `python -m THIS_MODULE SPOOL TIMEOUT_S REPORTS`, with the URI as
-the first line of stdin. Only this module imports mlflow. `pipeline/observe/tracking.py` starts the process.
+"""The process that delivers a run's spool, a file of items to track, to MLflow: `python -m THIS_MODULE SPOOL TIMEOUT_S
+REPORTS`, with the URI of MLflow as the first line of stdin. Only this module imports mlflow.
+`pipeline/observe/tracking.py` starts the process.
 
     reads      complete lines of the spool
     waits for  new lines, or the return of a store that is down (backoff 1 s … 30 s; one warning until it is back)
@@ -7,7 +8,7 @@ the first line of stdin. Only this module imports mlflow. `pipeline/observe/trac
                cannot be reached, it ends earlier, and `stageline sync` delivers the remaining items.
 
 When the store has accepted a delivery, the writer advances an offset in `mlflow_spool.state.json`. If the writer dies
-before it does so, the delivery is repeated. This changes nothing in MLflow:
+before the offset is advanced, the delivery is repeated. The repetition changes nothing in MLflow:
 
 - A metric's key in MLflow includes its time stamp, which was taken when the metric was spooled.
 - Trace ids are derived from the step and the spool's key, a random id that is stored in the spool.
@@ -79,7 +80,7 @@ STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """The delivery of one spool to one store. It keeps the delivered offsets and the MLflow run."""
+    """The delivery of one spool to one store. It keeps the delivered offsets and the id of the MLflow run."""
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
@@ -126,7 +127,8 @@ class SpoolWriter:
         """Send all items of the spool that are not delivered. Items that were sent before an error stay delivered.
 
         Raises:
-            STORE_ERRORS: the store cannot be reached."""
+            STORE_ERRORS: the store cannot be reached, fails, or refuses to open the run. Any other item that the store
+                rejects is dropped with a warning."""
         if self._client is None:
             self._client = MlflowClient(self._uri)
         while self._read():
@@ -138,7 +140,8 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Mark the run as KILLED and set its `if_abandoned` tags. Do nothing if the driver closed the run."""
+        """Mark the MLflow run as KILLED and set its `if_abandoned` tags. Do nothing if the driver has closed the
+        run."""
         if self._client is not None and self._state["open"]:
             tags = self._state.get("if_abandoned", {})
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])

@@ -12,7 +12,7 @@ from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
 _REMEMBERED = 4096
-"""Number of finished nodes that are kept. It is larger than the number of nodes on a page."""
+"""Maximum number of finished nodes that are kept. It is larger than `graph_view.MAX_NODES`."""
 _INCIDENTS = 12
 """Number of incidents that are kept."""
 
@@ -56,8 +56,8 @@ class NodeEvents:
         """Return the earliest time at which a node in progress can have started, in seconds since the epoch. Return
         None if the node is not in progress.
 
-        At this time the node was at its worker, and all its parents had finished. If the worker has only one thread,
-        its previous node had finished too.
+        By this time the worker had received the node, and all parents of the node had finished. If the worker has only
+        one thread, the worker's previous node had finished too.
 
         Args:
             address: the node.

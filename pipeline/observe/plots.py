@@ -1,4 +1,4 @@
-"""PNG plots: the learning curves and the timeline of a run, the costs of an engine, and the training of a reward model.
+"""PNG plots: the learning curves and the timeline of a run, and the training of a reward model.
 
 Only this module imports matplotlib, with the backend Agg, which needs no display. Import this module only to draw.
 """

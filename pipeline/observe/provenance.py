@@ -51,8 +51,9 @@ def driver_origin() -> dict[str, str]:
 
 
 def short_command() -> str:
-    """Return the command of this process, e.g. `stageline run demo.yaml` or `stageline resume demo`. Paths are
-    shortened to their last part, because MLflow's page shows only the text after the last `/`."""
+    """Return the command of this process, e.g. `stageline run demo.yaml` or `stageline resume demo`. Options and words
+    with `=` are left out. Paths are shortened to their last part, because MLflow's page shows only the text after the
+    last `/`."""
     program, *arguments = sys.argv or [""]
     words = (Path(word).name for word in arguments if "=" not in word and not word.startswith("-"))
     return " ".join(["stageline" if program.endswith("__main__.py") else Path(program).name, *words])

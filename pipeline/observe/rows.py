@@ -1,7 +1,7 @@
 """The rows of a run with the outputs of all stages.
 
-- `StageRows`: the rows of a shard, a step or an evaluation. Only arrays of commits are read, and each is checked
-  against its CRC-32 (storage/rollouts.py). Arrays of an attempt that died or came too late are therefore never read.
+- `StageRows`: the rows of a shard, a step or an evaluation. Only committed arrays are read, and each array is checked
+  against its CRC-32 (storage/rollouts.py). So the arrays of an attempt that died or came too late are never read.
 - `row_columns`: the numbers and texts of each row. pipeline/cli/opened_run.py makes tables and files from them.
 - `response_pairs`: the responses to the held-out prompts before and after training.
 """
@@ -117,8 +117,8 @@ def read_step_shards(history: History, step: int) -> Iterator[StageRows]:
     """Yield the generated shards of a step, each with the outputs of the other stages.
 
     Raises:
-        StoreError: an array differs from its commit.
-        DroppedOutput: an array was deleted."""
+        StoreError: an array is missing or damaged.
+        DroppedOutput: the arrays were deleted."""
     advantages = _read(history, "advantage", step)
     for shard in range(history.spec.shards):
         rollout = _read(history, "generate", step, shard)

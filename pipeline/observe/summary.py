@@ -2,7 +2,7 @@
 functions: no clock, no I/O.
 
 A box is one execution of a node (pipeline/observe/timeline.py). Its last `store_s` seconds are spent on store and
-ledger. A gang is **computing** during each of its boxes, except in these seconds. The **busiest gang** is the one that
+ledger. A gang is **computing** during each of its boxes, except in these seconds. The **busiest gang** is the gang that
 is busy for the longest time, so it determines the step time.
 
     overhead_fraction = (A + B) / wall
@@ -59,8 +59,9 @@ class StepNumbers:
     num_tokens: int
     """Number of sampled tokens."""
     staleness: Mapping[int, int]
-    """Number of rows by staleness. The staleness of a row is the version of the weights that is trained, minus the
-    version that sampled the row."""
+    """Staleness -> number of rows: the fraction of the step's tokens with this staleness, times the rows of the step,
+    rounded. The staleness of a token is the version of the weights that the step trains, minus the version that sampled
+    the token."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class StalenessSummary:
     max: int
     mean: float
     histogram: dict[str, int]
-    """Number of rows by staleness."""
+    """Staleness -> number of rows, summed over the steps (`StepNumbers.staleness`)."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class TrainerLoss:
     gang: str
     reason: str
     built_s: float | None
-    """Seconds until the gang was rebuilt. None if it was not rebuilt."""
+    """Seconds from the loss until the gang was rebuilt. None if it was not rebuilt."""
     lost_s: float | None
-    """Seconds until the gang trained again. None if it did not train again."""
+    """Seconds from the loss until the gang trained again. None if it did not train again."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Summary:
     samples_per_s: float
     tokens_per_s: float
     stage_s: dict[str, float]
-    """Seconds by stage, summed over its nodes. Only rank 0 is counted. If two nodes run at the same time, the seconds
-    of both are added."""
+    """Stage -> seconds, summed over the nodes of the stage. Only rank 0 is counted. If two nodes run at the same time,
+    the seconds of both are added."""
     overhead_fraction: float
     """Fraction of the wall time that is spent on bookkeeping, as the docstring of the module defines it."""
     staleness: StalenessSummary
@@ -124,7 +125,7 @@ class Summary:
     """Fraction of the wall time in which at least two gangs were busy."""
     busiest_gang: str | None
     idle: dict[str, float]
-    """Fraction of the wall time in which workers ran nothing, by gang: the mean over the gang's workers."""
+    """Gang -> fraction of the wall time in which a worker ran nothing, averaged over the gang's workers."""
     alarms: int
     """Number of versions of the weights at which engine and trainer differed by more than `mismatch.alarm_nats`, or at
     which the engine kept older weights."""
@@ -138,15 +139,15 @@ class Summary:
     """Total time from the loss of a trainer until it trained again, in seconds. If losses overlap in time, the overlap
     counts once."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
-    """Number of alarms by rule in the section `alarms`."""
+    """Rule of section `alarms` -> number of its alarms."""
     evaluations: tuple[EvaluatedVersion, ...] = ()
     """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
     """The version with the highest held-out reward among the versions whose KL is within `evaluate.select.max_kl`. None
     if there is no such version."""
     predictions: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By stage, the (predicted, measured) seconds per step, summed over the stage's nodes. The key `step` has the
-    seconds of the whole step. Empty if the config has no `predicted_s`."""
+    """Stage -> (predicted, measured) seconds per step, summed over the stage's nodes. The key `step` has the seconds of
+    the whole step. Empty if the config has no `predicted_s`."""
     hints: tuple[str, ...] = ()
     """Explanations why the run learned little. There is one text for each rule that raised an alarm and has advice: the
     rule's last alarm, and the advice."""
@@ -172,10 +173,10 @@ def summarise(
         steps: the numbers of each finished step. If a step is given twice, after a resume, its last numbers count.
         evaluations: complete evaluations in order of version. The first is compared with the last.
         parents: the parents of each node in the graph.
-        software: the version of each package.
-        best: the best evaluation, or None if there is none.
+        software: package -> version.
+        best: the best evaluation, or None if no evaluation is within `evaluate.select.max_kl`.
         rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
-        predicted_s: predicted seconds of a step, by stage and for the whole `step`, from the config."""
+        predicted_s: stage, or `step` for the whole step -> predicted seconds per step, from the config."""
     log = list(events)
     all_boxes = read_boxes(log)
     periods = driver_periods(log)
@@ -233,7 +234,7 @@ def _hints(log: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return the number of seconds between two times in which a driver was working. None if `end` is None."""
+    """Return the seconds from `start` to `end`, without the time in which no driver worked. None if `end` is None."""
     return None if end is None else total_length(intersect_intervals([(start, end)], periods))
 
 

@@ -87,9 +87,9 @@ _TABLE = (
 
 
 def escape_control_characters(text: str) -> str:
-    """Return the text after replacing control characters (except newline and tab) and direction marks by visible
-    characters. For example, ESC becomes ␛, the C1 code CSI becomes \\x9b, and the right-to-left override becomes
-    \\u202e."""
+    """Return the text after replacing control characters (except newline and tab), direction marks and Unicode's line
+    and paragraph separators by visible characters. For example, ESC becomes ␛, the C1 code CSI becomes \\x9b, and the
+    right-to-left override becomes \\u202e."""
     return text.translate(_TABLE)
 
 

@@ -100,7 +100,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect_intervals(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of each interval with each limit, if it is not empty."""
+    """Return the intersections of each interval with each limit. Empty intersections are left out."""
     pairs = itertools.product(intervals, limits)
     cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
     return [(start, end) for start, end in cut if end > start]
@@ -134,7 +134,7 @@ def overlap_periods(all_boxes: Iterable[Box]) -> list[Interval]:
 
 
 def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
-    """Return the fraction of each step's time in which gangs overlapped, by step.
+    """Return a dictionary: step -> fraction of the step's time in which gangs overlapped.
 
     The time of a step is from the publication of its version to the publication of the next version. A step is left out
     if the next version is not published yet, or if a driver started during this time."""

@@ -92,9 +92,10 @@ class Delivery:
     """The state of the delivery to MLflow when the writer process ended."""
 
     run_id: str | None
-    """Id of the MLflow run. None if the store was never reached, or if the writer was killed."""
+    """Id of the MLflow run. None if the store was never reached, or if the writer was killed or died."""
     num_undelivered: int
-    """Number of items that are not delivered. If the writer was killed, it is the number of all items in the spool."""
+    """Number of items that are not delivered. If the writer was killed or died, this is the number of all items in the
+    spool."""
 
 
 class Tracker(Protocol):
@@ -360,8 +361,8 @@ def opening_hint(uri: str, experiment: str | None = None) -> str:
 
 
 def sink_hints(names: Iterable[str], run_dir: Path) -> dict[str, str]:
-    """Return a command for each further sink, by the label of the sink. The command shows or uploads the files that the
-    sink has written."""
+    """Return a dictionary: label of a further sink -> command that shows or uploads the files that the sink has
+    written."""
     commands = {
         "tensorboard": ("TensorBoard", f"tensorboard --logdir {run_dir / 'tensorboard'}"),
         "wandb": ("Weights & Biases", f"wandb sync {run_dir / 'wandb'}/offline-run-*"),

@@ -1,1 +1,1 @@
-"""The Reward protocol, and the rewards that a config can name."""
+"""The base class `Reward`, and the rewards that a config can name."""

@@ -67,8 +67,8 @@ class ModelReward(ProcessModelReward):
         Args:
             path: the model's directory.
             dtype: dtype of the forward pass.
-            batch_tokens: most tokens of a forward pass, which packs several rows. None: one row per pass, so that its
-                score does not depend on other rows.
+            batch_tokens: maximum number of tokens of a forward pass, which packs several rows. None: one row per pass,
+                so that its score does not depend on other rows.
         """
         wrong = _path_problem(path)
         if wrong is not None:

@@ -65,7 +65,7 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:
-        """Return one finite number per sample, or several by name."""
+        """Return one finite number per sample, or a `Scored` with several named numbers per sample."""
 
     def follow(self, samples: Sequence[Sample]) -> None:  # noqa: B027
         """Take part in rank 0's call with the same samples. The other ranks of a gang call this to compute their share

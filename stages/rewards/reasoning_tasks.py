@@ -30,9 +30,9 @@ class TaskScorer:
         return self._answer(fields["response"]) or ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Generate the problem of a response, and return a function that scores the response. `fields`: `response`, and
-        `problem` with the prompt's fields. Raises RewardFailed if the generated problem has another answer than the
-        prompt."""
+        """Generate the problem that a response answers, and return a function that scores the response. `fields`:
+        `response`, and `problem` with the prompt's fields. Raises RewardFailed if the generated problem has another
+        answer than the prompt."""
         asked = fields["problem"]
         task = make_task(asked["task"], json.dumps(asked["settings"], sort_keys=True))
         problem = _problem(task, int(asked["index"]))
@@ -53,9 +53,9 @@ class TaskScorer:
 
 
 def last_tagged(response: str) -> str | None:
-    """Return the last text between `<answer>` and `</answer>`, or None. The result is that of
-    reasoning_gym.utils.extract_answer, but in linear time: the library's regular expression takes quadratic time if
-    many `<answer>` are never closed."""
+    """Return the last text between `<answer>` and `</answer>`, or None if there is none.
+    reasoning_gym.utils.extract_answer returns the same, but its regular expression takes quadratic time if many
+    `<answer>` are never closed. This function takes linear time."""
     text, position = None, 0
     while (start := response.find(_OPEN, position)) >= 0 and (end := response.find(_CLOSE, start + len(_OPEN))) >= 0:
         text, position = response[start + len(_OPEN) : end].strip(), end + len(_CLOSE)

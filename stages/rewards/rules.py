@@ -21,8 +21,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class CharacterReward(Reward):
-    """Share of the response's characters that are among `characters`; 0 for an empty response. It is easy to learn, so
-    tests and the random tiny model use it."""
+    """Fraction of the response's characters that occur in the argument `characters`; 0 for an empty response. It is
+    easy to learn, so tests and the random tiny model use it."""
 
     characters: str
     deterministic = True
@@ -53,7 +53,8 @@ class LengthReward(Reward):
 
 
 class AnswerReward(Reward):
-    """1 if the last number in the response equals the prompt's field `field`, else 0."""
+    """1 if the last number in the response equals the number in one field of the prompt (`field`: name of this field),
+    else 0."""
 
     deterministic = True
 
@@ -116,8 +117,8 @@ class PatternScorer:
 
 @dataclass(frozen=True)
 class OverlongPenalty(Reward):
-    """0 up to `free` tokens, falling linearly to -1 at `most` tokens, and -1 beyond. This is the soft overlong
-    punishment of DAPO (arXiv 2503.14476, eq. 13). All sampled tokens count, the EOS too."""
+    """0 for a response of at most `free` tokens, -1 for a response of `most` tokens or more, and linear in between.
+    This is the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). All sampled tokens count, the EOS too."""
 
     free: int
     most: int

@@ -2,8 +2,8 @@
 
     worker                                             sandbox (user_main.py)
       start ──kind, args──────────────────────────────► import, check the arguments ──► ready | refused
-      batch ──samples─────────────────────────────────► call ──► numbers | its exception and the row
-      close, or this process ends (however) ──────────► ends, with all processes that it started
+      batch ──samples─────────────────────────────────► call ──► scores | the exception and its row
+      close, or any end of the worker ────────────────► the sandbox ends, with all its processes
 
 If the function raises, hangs or ends its process, its batch fails with an error that names the rows, and the worker
 continues. A process that ended is first started once more for the same batch, since it may have been killed from

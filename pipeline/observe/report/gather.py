@@ -133,7 +133,8 @@ class RunContents:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The page's contents about one run, and its held-out scores, which are compared with those of other runs."""
+    """The page's contents about one run, and the run's held-out scores, which are compared with the scores of other
+    runs."""
 
     contents: RunContents
     held_out: HeldOutScores | None
@@ -227,8 +228,8 @@ def _variant_contents(source: VariantSource) -> RunContents:
 
 
 def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
-    """Return the commits of the nodes of some steps. Those of step i include the canary and the evaluation of version
-    i of the weights."""
+    """Return the commits of the nodes of some steps. For step i they include the canary of version i of the weights,
+    and the rollouts and scores of the evaluation of version i."""
     spec = history.spec
     commits = {}
     for step in steps:

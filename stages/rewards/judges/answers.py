@@ -99,7 +99,8 @@ class AnswerCache:
                     self._read_more(file, path)
 
     def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
-        """Store an answer. `about`: further fields of its line. Raises StoreRefused if the disk is full."""
+        """Store an answer. `about`: further fields of its line. Raises StoreRefused if the disk is full, and
+        StoreUnavailable if a transient error lasts longer than `RETRY_S`."""
         record = {"key": key, **about, "text": answer.text, "likeliest": answer.likeliest}
         data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         with self._lock:
@@ -136,7 +137,8 @@ class AnswerCache:
         return self._files.setdefault(path, _File(len(self._files), path))
 
     def _append(self, data: bytes) -> _File:
-        """Append to this process's file at byte `read`, and return the file. Creates the file if there is none."""
+        """Append the data to this process's own file, after its indexed lines, and return the file. Create the file if
+        there is none yet."""
         if self._own is None:
             path = None
             if self._directory is None:

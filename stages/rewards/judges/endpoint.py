@@ -95,8 +95,8 @@ class _Completion:
 
 
 class _Retries:
-    """Time of the judge's last answer, and the time until which it wants no requests. All questions of a call share
-    them."""
+    """Time of the judge's last answer, and the time until which the judge wants no requests. All questions of a call
+    share both times."""
 
     def __init__(self, now: float, retry_s: float) -> None:
         self._retry_s, self.answered, self.quiet_until = retry_s, now, now
@@ -123,7 +123,8 @@ def ask_endpoint(
     arrives. Inside a running event loop (a notebook), the loop is blocked until all questions are answered.
 
     Raises:
-        RewardFailed: the judge refuses a request for good, or gives no answer for `retry_s`. The message names a row.
+        RewardFailed: the judge refuses a request for good, gives no answer for `retry_s`, or leaves out data that the
+            settings need (log-probs, token counts). The message names a row.
         BudgetSpent: the budget is used up. The answers of requests under way are kept.
     """
     try:

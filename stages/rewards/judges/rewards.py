@@ -85,8 +85,9 @@ class JudgeReward(Reward):
             url: URL of the API, including its version: http://HOST:8000/v1.
             model: the model's name on the server.
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
-            read: how an answer is read: `likelihood` of the likeliest first tokens, or its `text`.
-            max_tokens: most tokens of an answer that is read as text.
+            read: source of an answer's worth. `likelihood`: the log-probs of the likeliest first tokens. `text`: the
+                answer's last word.
+            max_tokens: maximum number of tokens of an answer that is read as text.
             likeliest: number of tokens whose log-probs are requested.
             key_env: environment variable with the server's key; None: the server needs no key.
             concurrency: maximum number of simultaneous requests of each scoring worker.
@@ -191,8 +192,8 @@ class LocalJudgeReward(ProcessModelReward):
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
             likeliest: an answer counts if it is among this many likeliest tokens.
             dtype: dtype of the forward pass.
-            pass_tokens: most tokens of a forward pass, which packs several questions. None: one question per pass, so
-                that its verdict does not depend on other questions.
+            pass_tokens: maximum number of tokens of a forward pass, which packs several questions. None: one question
+                per pass, so that its verdict does not depend on other questions.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields

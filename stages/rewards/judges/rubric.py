@@ -90,7 +90,8 @@ class Rubric:
         return Question((*system, {"role": "user", "content": note + text}), sample.row, values["prompt"])
 
     def reference_answer(self, sample: Sample) -> str:
-        """Return the answer with which a response is compared. Raises RewardFailed if the prompt has none."""
+        """Return the text of the prompt's field that `against` names, with which a response is compared. Raises
+        RewardFailed if the prompt has no such field."""
         assert self.against is not None
         return _value(self.against, {}, sample)
 

@@ -36,7 +36,7 @@ from stages.rewards.sandbox.process import PROTECTIONS, START_S, Confinement, Sa
 ANSWER_S = 10.0
 """Default time limit of one answer, in seconds."""
 STOPPED = "stopped"
-"""Name of the measured number: 1 for an answer that was stopped."""
+"""Name of a number that is stored beside each score: 1 for an answer that was stopped, else 0."""
 _MEMORY_BYTES = 2 << 30
 """Maximum address space of a process that scores an answer."""
 _LONGEST_S = START_S + 10.0
@@ -58,8 +58,9 @@ class AnswerScorer:
 
     def __init__(self, make: str, args: Mapping[str, Any], timeout_s: float, *, trust: bool = True) -> None:
         """Start the process. `make`: `module:name` of a function that is called with `args` in the sandbox and returns
-        an `AnswerScoring`. `timeout_s`: limit of one answer's wall time and processor time. Raises ValueError if the
-        process does not start. Raises UnconfinedAnswers if this host lacks a protection, unless `trust` is true."""
+        an `AnswerScoring`. `timeout_s`: limit of one answer's wall time and processor time. Raises ValueError if
+        `timeout_s` is not above 0 or if the process does not start. Raises UnconfinedAnswers if this host lacks a
+        protection, unless `trust` is true."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s:g}: must be above 0")
         start = {"make": make, "args": args, "timeout_s": timeout_s}
@@ -77,7 +78,7 @@ class AnswerScorer:
 
     def __call__(self, answers: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
         """Return the answers' scores (0 for a stopped answer), and one flag per answer: 1 if it was stopped, else 0.
-        Raises RewardFailed if a problem could not be prepared."""
+        Raises RewardFailed if a problem could not be prepared, or if the process that scores did not start again."""
         scores, stopped = [0.0] * len(answers), [0.0] * len(answers)
         first = ""
         for row, fields in enumerate(answers):

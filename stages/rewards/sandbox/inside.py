@@ -2,12 +2,12 @@
 
     with namespaces                                    without
       keeper   ends with the worker's thread             keeper   adopts every orphan among its descendants
-        first    process 1: when it ends, all do           code
+        first    process 1: if it ends, all others end     code
           code                                               whatever it starts
             whatever it starts
 
-The worker sees only the keeper, which ends with the exit status of the code. When the worker asks for it, or ends in
-any way, all processes below the keeper are killed, even in other sessions and process groups.
+The worker sees only the keeper, which ends with the exit status of the code. When the worker terminates the keeper or
+ends in any way, all processes below the keeper are killed, even in other sessions and process groups.
 
     first message   the order (`process.Sandbox`)   confine this process, answer with the protections in force
     afterwards      the function `serve` of the order uses the channel
@@ -144,9 +144,9 @@ def _namespaces_work(network: bool) -> bool:
 
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
-    """Fork, and return in the child only. The parent stays as the child's keeper and then ends with the child's exit
-    status. `scratch`: scratch folder of a sandbox without namespaces. After the child's end, the keeper kills all
-    descendants and deletes this folder. None with namespaces."""
+    """Fork, and return in the child only. The parent stays as the child's keeper. It ends after the child, with the
+    child's exit status. `scratch`: scratch folder of a sandbox without namespaces. After the child's end, the keeper
+    kills all descendants and deletes this folder. None with namespaces."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:

@@ -62,7 +62,8 @@ _NEVER = (
     "add_key", "bpf", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl", "perf_event_open",
     "request_key", "setns", "unshare", "userfaultfd",
 )  # fmt: skip
-"""Always refused: they bypass the other filters (io_uring opens sockets) or reach into the kernel."""
+"""System calls that are always refused, because they bypass the other filters (io_uring opens sockets) or reach into
+the kernel."""
 _NOT_FOR_ANSWERS = (
     "chmod", "chown", "fchmod", "fchmodat", "fchmodat2", "fchown", "fchownat", "fremovexattr", "fsetxattr",
     "futimesat", "ioprio_set", "lchown", "lremovexattr", "lsetxattr", "migrate_pages", "mq_open", "mq_unlink",
@@ -72,8 +73,8 @@ _NOT_FOR_ANSWERS = (
     "setpriority", "setxattr", "setxattrat", "shmat", "shmctl", "shmget", "socket", "socketpair", "truncate", "utime",
     "utimensat", "utimes",
 )  # fmt: skip
-"""Also refused to sampled text. Some of these calls reach other processes; the others change a file's metadata, which
-Landlock does not protect."""
+"""System calls that are also refused to code that evaluates sampled text. Some of them reach other processes. The
+others change a file's metadata, which Landlock does not protect."""
 _SIGNALS_BY_FILES = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902)}
 """System call -> its commands that choose a file's signal, or the process that gets the signal: F_SETOWN, F_SETSIG,
 F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
@@ -117,8 +118,8 @@ def can_filter_calls() -> bool:
 
 def restrict_files(reads: Iterable[str], writes: Iterable[str], *, network: bool) -> None:
     """Forbid access to all files, except reads beneath `reads` and any access beneath `writes`. Landlock 4 and later
-    also forbid TCP, unless `network`. Landlock 6 and later also forbid signals to processes outside, and their abstract
-    sockets. Paths that do not exist, or that this process may not open, are left out."""
+    also forbid TCP, unless `network`. Landlock 6 and later also forbid signals to processes outside the sandbox, and
+    connections to their abstract sockets. Paths that do not exist, or that this process may not open, are left out."""
     version = landlock_version()
     handled = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     fields = [handled]
@@ -150,9 +151,10 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def enter_namespaces(*, network: bool) -> None:
-    """Give this process its own users, mounts, System V objects and (unless `network`) network. Its children get their
-    own process ids. The first child is process 1: when it ends, all the others end. The user id stays the same, without
-    rights outside. The process must have a single thread."""
+    """Give this process its own namespaces of users, mounts, System V objects and, unless `network` is true, of the
+    network. Its children get their own process ids. The first child is process 1: when it ends, all other processes of
+    its namespace end. The user id stays the same, without rights outside the namespaces. The process must have a single
+    thread."""
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     _checked(_libc.unshare(flags))
@@ -194,7 +196,8 @@ def drop_capabilities() -> None:
 def filter_calls(*, network: bool, answers: bool) -> None:
     """Refuse system calls with EPERM (`clone3` with ENOSYS). Calls that bypass other limits are always refused. Sockets
     other than Unix ones are refused unless `network`. With `answers` (for sampled text), new processes, signals to
-    other processes, and all sockets are refused too."""
+    other processes, changes of their limits and processors, and all sockets are refused too. Without `answers`, new
+    processes may not have user namespaces of their own."""
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)

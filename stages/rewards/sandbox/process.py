@@ -3,7 +3,7 @@
 worker                                              sandbox (inside.py)
   order ──what to confine, what to serve────────────► keeper, code ──► protections in force
   ask ────a message─────────────────────────────────► serve ──► its answer
-  too long, close, or this process ends (however) ──► all processes in it are killed
+  time limit, close, or any end of the worker ──────► all processes in the sandbox are killed
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Seconds for a process to start and import its code, which may load a model. A user's own reward has `timeout_s` of
-its part instead, if that is longer."""
+"""Seconds for a process to start and import its code, which may load a model. A user's own reward has the `timeout_s`
+of its part instead, if `timeout_s` is longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
@@ -33,7 +33,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
 """Seconds to wait for the end of a process whose channel broke."""
 _TIDY_S = 10.0
-"""Seconds that the keeper has to kill its processes, before it is killed itself."""
+"""Seconds that the keeper (inside.py), the parent of a sandbox's processes, has to kill them before it is killed
+itself."""
 _PASSED_ON = frozenset(
     (
         "CONDA_PREFIX", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE",
@@ -65,7 +66,7 @@ class Confinement:
     environment: tuple[str, ...] = ()
     """Further environment variables that the sandbox gets."""
     writes: tuple[str, ...] = ()
-    """Files and folders that it may write, besides a scratch folder of its own."""
+    """Files and folders that the sandbox may write, besides a scratch folder of its own."""
     hidden: tuple[str, ...] = ()
     """Folders that look empty in the sandbox, if the host allows namespaces."""
 
@@ -110,7 +111,7 @@ class Sandbox:
         self.protections = self.ask(order, START_S)
 
     def ask(self, message: Any, limit_s: float) -> Any:
-        """Send a message (nothing if it is None) and return the answer.
+        """Send a message and return the answer. If the message is None, send nothing and wait for the next answer.
 
         Raises:
             SandboxExpired: no answer came within `limit_s`; the process and its children have been killed.
@@ -139,8 +140,8 @@ class Sandbox:
 
 
 class _Child:
-    """The keeper of a sandbox, and a thread that starts it, waits for it and reaps it. Linux ends the keeper when that
-    thread ends, so nothing is left behind, whatever happens to this process."""
+    """The keeper of a sandbox (inside.py), and a thread that starts the keeper, waits for it and reaps it. Linux ends
+    the keeper when this thread ends, so no process is left behind, however the worker ends."""
 
     def __init__(self, confinement: Confinement) -> None:
         ours, theirs = socket.socketpair()

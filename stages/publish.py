@@ -9,9 +9,9 @@ from storage.weights import Manifest, WeightBoard
 
 
 def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | None:
-    """Write the resident policy to the board as version `version` of the weights. Return the manifest on rank 0, None
-    on other ranks. A version may be written again with the same bits. On rank 0, raises ValueError if the version
-    exists with other bits, and raises StoreRefused if the board's memory is full."""
+    """Write the resident policy to the weight board (storage/weights.py) as version `version` of the weights. Return
+    the manifest on rank 0, None on other ranks. A version may be written again with the same bits. On rank 0, raises
+    ValueError if the version exists with other bits, and raises StoreRefused if the board's memory is full."""
     return models.publish(board, version)
 
 

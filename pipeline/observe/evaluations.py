@@ -82,7 +82,7 @@ class Evaluation:
 
     version: int
     scores: Mapping[int, float]
-    """Score by prompt number."""
+    """Number of a prompt -> score of its response."""
     distinct_bigrams: float | None = None
     """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy. None if no
     response has two tokens."""
@@ -101,7 +101,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluatedVersion:
-    """An evaluation reduced to its means."""
+    """The mean reward, KL, length and score parts of an evaluated version."""
 
     version: int
     reward: float
@@ -130,7 +130,8 @@ def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a variant with its parent on the same prompts, sampled with the same noise.
+    """The comparison of a variant with its parent, on the same prompts and sampled with the same noise. The report also
+    uses this form for two runs. The first run is then the parent, and the noise may differ.
 
     `difference` is the mean over the prompts of the variant's score minus the parent's score."""
 

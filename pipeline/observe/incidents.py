@@ -157,7 +157,7 @@ def incident_of_event(
     Args:
         event: an event of the journal.
         losses: the losses of workers up to this event and including it.
-        lost_s: seconds from a loss until the gang trained again, by (gang, time of the loss). A loss may be missing."""
+        lost_s: (gang, time of a loss) -> seconds from the loss until the gang trained again. A loss may be missing."""
     if event.kind is EventKind.GANG_BUILT:
         loss = losses.loss_repaired_by(event)
         if loss is None:

@@ -1,7 +1,7 @@
 """Rules that detect a run that does not learn. They are checked on the metrics of one step.
 
-The display shows violated rules in red. The alarms (pipeline/driver/alarms.py) count the steps in a row in which a rule
-is violated. At the end of a run, the rules that raised an alarm are shown again, with advice. Pure functions.
+The alarms (pipeline/driver/alarms.py) count the steps in a row in which a rule is violated. At the end of a run, the
+rules that raised an alarm are shown again, with advice. Pure functions.
 
     equal_groups     most prompts have responses with equal scores: their advantages are 0
     cut_responses    most responses are cut by the length limit; checked only if the advantages compare groups
@@ -20,7 +20,7 @@ from pipeline.observe.metric_catalogue import upper_limit
 EQUAL_FRACTION, TRUNCATED_FRACTION = "group/equal_fraction", "response/truncated_fraction"
 MAX_TRUNCATED_FRACTION = 0.5
 """Fraction of truncated responses at which the rule `cut_responses` is violated. A smaller fraction that is above the
-healthy range is shown in red, but does not violate the rule."""
+healthy range is only shown in red (`metric_catalogue.find_unhealthy_numbers`)."""
 ALARM_STEPS, EQUAL_LENGTH_ALARM_STEPS = 3, 10
 """Number of steps in a row after which a violated rule raises an alarm: the default, and the number for
 `constant_length`. The second number is larger, because short answers may have equal lengths by chance."""
@@ -49,7 +49,7 @@ ADVICE = {
     "are left out of the loss (ppo.truncated=mask, ppo.skip_equal_groups)",
     "critic": "raise model.critic.lr or ppo.critic_warmup_steps, or train without a critic (ppo.advantage=rloo)",
 }
-"""Advice for the next run, by the name of the rule that raised an alarm."""
+"""Rule that raised an alarm -> advice for the next run."""
 
 
 def check_learning(

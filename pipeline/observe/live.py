@@ -123,10 +123,10 @@ class Progress:
         self._first_entropy: float | None = None
         self._held_out: list[tuple[int, float]] = []
         self._gangs = dict(workers or {})
-        """Gang of each worker that is up or expected to come up."""
+        """Worker that is up or expected to come up -> its gang."""
         self._together = frozenset(rebuilt_together)
         self._loading = dict.fromkeys(self._gangs, self._started)
-        """Time at which each worker that is not up began to load its models."""
+        """Worker that is not up -> time at which it began to load its models."""
         self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines

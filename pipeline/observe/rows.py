@@ -77,8 +77,8 @@ class StageRows:
         return np.where(self.rollout.response_mask, difference, 0.0)
 
     def find_array(self, name: str) -> np.ndarray | None:
-        """Return the array `name` of the rollout or of any output except the scores. None if they have no such
-        array."""
+        """Return the array with this name from the rollout or from any output except the scores. Return None if none of
+        them has such an array."""
         for record in (self.rollout, self.reference, self.policy, self.values, self.advantages):
             if record is not None and name in record.arrays():
                 return np.asarray(record.arrays()[name])
@@ -249,8 +249,8 @@ class ResponsePair:
 
 def prompt_text(rollout: Rollout, row: int, decode: Decode, user_messages: Sequence[str] | None) -> str:
     """Return the prompt of a row for readers: its last user message, or its whole text if it has no user message.
-    `user_messages` has the last user message of each prompt, "" if it has none. It is None if all prompts are plain
-    text."""
+    `user_messages`: the last user message of each prompt, "" for a prompt without user messages; None if all prompts
+    are plain text."""
     last = "" if user_messages is None else user_messages[int(rollout.prompt_index[row])]
     return last or decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
 

@@ -322,7 +322,7 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
 
 def _compare_evaluations(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
     """Compare the first evaluation with the last one, on the prompts that both have. Return None if there is no
-    evaluation, or no such prompt."""
+    evaluation, or if the two have no prompt in common."""
     if not evaluations:
         return None
     compared = compare_paired(evaluations[0].scores, evaluations[-1].scores)

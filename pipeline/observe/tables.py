@@ -46,7 +46,7 @@ class InspectRow:
     advantage: float | None
     """Mean advantage over the sampled tokens."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the score before weighting, by name."""
+    """Name of a part of the score -> its value before weighting."""
 
 
 def summary_table(summary: Summary) -> Table:

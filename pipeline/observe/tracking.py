@@ -430,9 +430,9 @@ class _Writer:
     def finish(self, timeout_s: float | None = None) -> Delivery:
         """Wait until the writer has delivered the remaining items and ended. Return the state of the delivery.
 
-        The wait lasts at most `timeout_s` seconds. None means the writer's own time limit, plus the time for importing
-        mlflow. A writer that has not ended by then is killed. Its interrupted delivery is repeated later, which changes
-        nothing in MLflow."""
+        The wait lasts at most `timeout_s` seconds. None means the writer's own time limit plus `IMPORT_GRACE_S`. A
+        writer that has not ended by then is killed. Its interrupted delivery is repeated later, which changes nothing
+        in MLflow."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -446,7 +446,8 @@ class _Writer:
         return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the writer to end. If this takes longer than `ANNOUNCE_S`, log a warning with the reason.
+        """Wait for the writer to end. If this takes longer than `ANNOUNCE_S`, log a warning that names the target and
+        the time limit. There is no such warning if the writer has already warned that the store is down.
 
         Raises:
             TimeoutExpired: the writer has not ended after `timeout_s` seconds."""

@@ -4,19 +4,20 @@ tokens of each row (Schulman et al. 2016, eq. 11-16).
 A score is shaped in this order. A cut response gets a fixed score, scores are normalised by the run's mean and standard
 deviation, the KL penalty is subtracted per token, and rewards are whitened. The config turns each of these on or off.
 
-Without a critic, group and rloo compare a response's reward with the rewards of the other responses to its prompt.
-reinforce_pp compares a token's reward to go with the mean of the step.
+The estimators without a critic are the values of `ppo.advantage` below. group, group_mean and rloo compare a response's
+reward with the rewards of the other responses to its prompt. reinforce_pp compares a token's reward to go with the mean
+of the step.
 
     R_i = sum_t r_t of response i. A group is the k responses to one prompt, without the rows that the loss leaves out.
 
     group          A_i = (R_i - mean_group R) / (std_group R + eps)        eq. of GRPO: Shao et al. 2024 (2402.03300)
-                   A_i = R_i - mean_group R                                Dr. GRPO: Liu et al. 2025 (2503.20783)
+    group_mean     A_i = R_i - mean_group R                                Dr. GRPO: Liu et al. 2025 (2503.20783)
     rloo           A_i = R_i - mean of the other R_j of the group          Ahmadian et al. 2024 (2402.14740)
     reinforce_pp   A_t = sum_{s >= t} gamma^(s - t) r_s, then whitened     Hu 2025 (2501.03262)
 
-group and rloo give every token of a response the same advantage. In a group whose R are all equal, the advantages are
-set to exactly 0. Otherwise the rounding error of the mean would train the policy, because AdamW divides by a gradient's
-size.
+group, group_mean and rloo give every token of a response the same advantage. In a group whose R are all equal, the
+advantages are set to exactly 0. Otherwise the rounding error of the mean would train the policy, because AdamW divides
+by a gradient's size.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Scored:
     disagreement: Sequence[float] | None = None
     """For an ensemble: standard deviation over its members, per sample."""
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Numbers that are stored and logged like parts, but are not a part of the score."""
+    """Name -> one number per sample. These numbers are stored and logged like parts, but do not count in the score."""
 
 
 class Reward(ABC):
@@ -72,8 +72,8 @@ class Reward(ABC):
         of a model that the gang divides. A reward without such a model does nothing."""
 
     def counts(self) -> Mapping[str, float]:
-        """Return totals of what the reward has used, by name (`requests`, `cost`), over all processes of the run so
-        far."""
+        """Return a dictionary: name (`requests`, `cost`) -> total that the reward has used, over all processes of the
+        run so far."""
         return {}
 
     def close(self) -> None:  # noqa: B027

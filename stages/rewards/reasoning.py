@@ -28,7 +28,8 @@ INSTRUCTIONS = {
     "none": "",
     "tags": "\nGive the final answer between <answer> and </answer>, and nothing after it.",
 }
-"""Value of `instruction=` in the URL -> text that follows each question. Any other value is itself that text."""
+"""Value of `instruction=` in the URL -> text that follows each question. Any other value is itself the text that
+follows."""
 
 
 class ReasoningReward(Reward):

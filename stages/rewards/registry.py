@@ -91,7 +91,7 @@ def build_reward(
     Raises:
         UnconfinedAnswers: the reward may evaluate answers, the config does not trust them, and this host cannot confine
             them.
-        UnfitReward: a kind or argument is unknown (the message lists the known ones), missing or cannot work.
+        UnfitReward: a kind or an argument is unknown (the message lists the known ones), is missing, or cannot work.
     """
     if ":" in kind:
         if not all(word.isidentifier() for word in kind.replace(":", ".", 1).split(".")):

@@ -1,5 +1,5 @@
-"""Rewards computed by a rule from the text or its tokens. One of them is VADER, a rule-based sentiment scorer (Hutto
-and Gilbert 2014).
+"""Rewards that a rule computes from the text or the tokens of a response. One of them is VADER, a rule-based sentiment
+scorer (Hutto and Gilbert 2014).
 """
 
 from __future__ import annotations
@@ -135,8 +135,9 @@ class OverlongPenalty(Reward):
 
 @dataclass(frozen=True)
 class RepetitionPenalty(Reward):
-    """-(1 - distinct / all n-grams of the response's tokens): 0 if no n-gram occurs twice, and near -1 if one n-gram is
-    repeated throughout. A response of fewer than `n` tokens gets 0."""
+    """d / a - 1, where d is the number of distinct n-grams of the response's tokens and a is the number of all n-grams:
+    0 if no n-gram occurs twice, and near -1 if one n-gram is repeated throughout. A response of fewer than `n` tokens
+    gets 0."""
 
     n: int = 3
     deterministic = True

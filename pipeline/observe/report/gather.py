@@ -120,7 +120,7 @@ class RunContents:
     curves: RunCurves
     timeline: RunTimeline | None
     staleness: Mapping[str, int]
-    """Number of rows by staleness."""
+    """Staleness -> number of rows (`summary.StepNumbers.staleness`)."""
     stage_s: Mapping[str, float | None]
     samples: Samples
     held_out: HeldOutPairs | None

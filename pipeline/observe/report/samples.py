@@ -53,7 +53,8 @@ class SampleBudget:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One response. Each array of numbers has one entry per shown token. It is None if the run has no such numbers."""
+    """One response. Each array of numbers has one entry per shown token. An array is None if the run has no such
+    numbers."""
 
     step: int
     row: int

@@ -5,7 +5,7 @@
 Each process writes its own file and adds up all files. Before it sends a request, it records the request, checks the
 sum against the budget, and takes the request back if the budget is used up. If two processes want the last request, at
 most one gets it. On one host, processes see each other's writes at once, so the sum never exceeds `max_requests`. On
-several hosts it may, because a network filesystem can show writes seconds late.
+several hosts the sum may exceed it, because a network filesystem can show writes seconds late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage.files import retried
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """Numbers of requests and of their tokens."""
+    """Number of requests to a judge, and numbers of their tokens."""
 
     requests: int = 0
     """Requests that were sent, answered or not."""
@@ -84,7 +84,8 @@ class UsageFile:
         self._own = JudgeUsage()
 
     def count_request(self) -> None:
-        """Count a request before it is sent. Raises BudgetSpent if the budget allows no further request."""
+        """Count a request before it is sent. Raises BudgetSpent if the budget allows no further request, and
+        RewardFailed if another process's file is damaged."""
         with self._lock:
             before = self._own
             self._write(before + JudgeUsage(requests=1))
@@ -99,7 +100,7 @@ class UsageFile:
             self._write(self._own + JudgeUsage(0, prompt_tokens, completion_tokens))
 
     def total(self) -> JudgeUsage:
-        """Return the usage of all processes together. Raises RewardFailed for a damaged file."""
+        """Return the usage of all processes together. Raises RewardFailed if another process's file is damaged."""
         with self._lock:
             return self._own + self._usage_of_others()
 

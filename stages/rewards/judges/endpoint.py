@@ -134,8 +134,8 @@ def ask_endpoint(
 
 
 def _run_to_end(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
-    """Run `work` and return its result. It runs in this thread, or in another if this one has a running event loop.
-    Ctrl-C ends it."""
+    """Run `work` and return its result. The work runs in this thread, or in another thread if this thread has a running
+    event loop. Ctrl-C ends the work."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -54,9 +54,9 @@ class _PairVerdict:
 def comparable_pairs(
     candidates: Candidates, number: int, seed: int, max_pairs: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """Return the pairs of responses to compare, and the number of pairs that cannot be compared, by reason. If more
-    than `max_pairs` can be compared, that many are chosen at random. `number`: number of the prompt in its source,
-    which is part of the random seed."""
+    """Return the pairs of responses to compare, and a counter: reason -> number of pairs that cannot be compared. If
+    more than `max_pairs` pairs can be compared, `max_pairs` of them are chosen at random. `number`: number of the
+    prompt in its source, which is part of the random seed."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
@@ -80,8 +80,8 @@ def label_pairs(
     min_margin: float,
     judge: str,
 ) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
-    """Return, for each prompt, its labelled pairs and the number of dropped pairs by reason. All questions are asked
-    together.
+    """Return, for each prompt, its labelled pairs and a counter: reason -> number of pairs without a label. All
+    questions are asked together.
 
     With a graded judge, the margin of a pair is the absolute difference of its grades. With a pairwise judge, it is |w
     - l|, where w is the preference for the first response, averaged over both orders, and l = 1 - w. A pair with a

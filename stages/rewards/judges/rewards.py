@@ -159,7 +159,8 @@ class JudgeReward(Reward):
         return [answers[key] for key in keys]
 
     def counts(self) -> Mapping[str, float]:
-        """Return the requests of all processes of the run so far, and their cost if tokens have prices."""
+        """Return the number of requests of all processes of the run so far, and the cost of these requests if tokens
+        have prices."""
         total, budget = self._spending.total(), self._spending.budget
         return {"requests": total.requests} | ({"cost": budget.cost(total)} if budget.has_prices else {})
 
@@ -169,7 +170,8 @@ class JudgeReward(Reward):
 
 class LocalJudgeReward(ProcessModelReward):
     """A judge that is a language model in this process. Its answer is the distribution of the first token after the
-    chat prompt. So its verdicts are those of `JudgeReward` with `read: likelihood` on a server with the same model."""
+    chat prompt. So its verdicts equal the verdicts of a `JudgeReward` with `read: likelihood` whose server has the same
+    model."""
 
     def __init__(
         self,

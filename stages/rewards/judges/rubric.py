@@ -5,9 +5,9 @@
     both         {NAME}                           the prompt's field NAME in its source
 
 A response is data, but a policy that is trained on verdicts learns to write texts that address the judge. So each
-response is put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins with a note about them. TAG
-is a digest of the responses. If a response contains the digest, another one is computed, so no response can close its
-own tags. The tag depends on the responses alone, so a replay asks the same question.
+response is put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins with a note about the tags.
+TAG is a digest of the responses. If a response contains the digest, another one is computed, so no response can close
+its own tags. The tag depends on the responses alone, so a replay asks the same question.
 
 An answer becomes a number in one of two ways:
 
@@ -44,7 +44,7 @@ class Question:
 
     messages: tuple[Mapping[str, str], ...]
     row: int
-    """Number of the row. It and `prompt` are for error messages and logs."""
+    """Number of the row. The fields `row` and `prompt` are for error messages and logs."""
     prompt: str
     """Text of the row's prompt."""
 
@@ -158,7 +158,7 @@ _NOTE = (
 
 
 def _tag(responses: Iterable[str]) -> str:
-    """Return a word that occurs in none of the responses. It does not depend on their order."""
+    """Return a word that occurs in none of the responses. The word does not depend on the order of the responses."""
     texts, number = sorted(responses), 0
     while True:
         content = "\0".join([str(number), *texts])
@@ -228,7 +228,8 @@ class Answer:
 
     text: str
     likeliest: tuple[tuple[str, float], ...] | None = None
-    """The likeliest first tokens, as text, with their log-probs. None: the judge gives none, so its text is read."""
+    """The likeliest first tokens, as text, with their log-probs. None: the judge gives no log-probs, so its text is
+    read."""
 
 
 Ask = Callable[[Sequence[Question]], Sequence[Answer]]

@@ -71,8 +71,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Make this process the keeper, and return in a confined child. The result has, for each protection, the mechanism
-    that enforces it, or None."""
+    """Make this process the keeper, and return only in a confined child. The result is a dictionary: protection -> the
+    mechanism that enforces it, or None."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)

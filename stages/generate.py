@@ -81,8 +81,8 @@ def generate(
 
 
 def _checked_rows(prompts: PromptBatch, sampling: SamplingConfig, seq: int) -> dict[int, int]:
-    """Return the index of each row by its number. Raises ValueError if two rows have the same number, or if a row may
-    not fit `seq`."""
+    """Return a dictionary: number of a row -> index of the row. Raises ValueError if two rows have the same number, or
+    if a row may not fit `seq`."""
     longest = int(prompts.prompt_lengths.max(initial=0)) + sampling.max_new_tokens
     if longest > seq:
         raise ValueError(f"the longest prompt + max_new_tokens is {longest} tokens, seq is {seq}")

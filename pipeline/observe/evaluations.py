@@ -164,7 +164,7 @@ class VariantSummary:
     comparison: Comparison | None
     """None if the run has fewer than two held-out prompts."""
     versions: Mapping[str, str]
-    """Versions of the software."""
+    """Software package -> its version."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -261,7 +261,7 @@ def gang_views(
     Args:
         gangs: the gangs.
         nodes: the nodes of all gangs.
-        waits: the wait of each idle gang, by the gang's name.
+        waits: name of an idle gang -> its wait.
         is_up: a function that returns True if the gang of that name is up."""
     return tuple(gang_view(gang, is_up(gang.name), nodes, waits.get(gang.name)) for gang in gangs)
 
@@ -274,9 +274,9 @@ class CurveCache:
     spec: GraphSpec
     ledger: Ledger
     _metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """Metrics of the stage `advantage`, by step."""
+    """Step -> metrics of the stage `advantage`."""
     _held_out: dict[int, float] = field(default_factory=dict)
-    """Mean score, by version of the weights."""
+    """Version of the weights -> mean score of the held-out prompts."""
 
     def read_curves(self, steps_done: int, max_reads: int = MAX_POINTS) -> RunCurves:
         """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
@@ -378,7 +378,7 @@ def _with_recorded_states(
 def _recorded_waits(
     statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> dict[str, Wait]:
-    """Return the wait of each idle gang, by the gang's name. The waits are derived from the recorded states. (For a
+    """Return a dictionary: name of an idle gang -> its wait. The waits are derived from the recorded states. (For a
     live run `Dispatch.waits` returns them.)"""
     running: defaultdict[str, list[Address]] = defaultdict(list)
     worker_of: dict[Address, str] = {}

@@ -42,8 +42,8 @@ TERMINAL = (
 )
 """The metrics of a step that are shown on the terminal, as (name, label, unit)."""
 GROUPED_TERMINAL = (("group/equal_fraction", "equal groups", ""), ("response/truncated_fraction", "cut", ""))
-"""Further metrics that are shown on the terminal, as (name, label, unit). They exist only if the advantages compare the
-responses to one prompt with each other."""
+"""Further metrics that are shown on the terminal, as (name, label, unit). They are shown only if the advantages compare
+the responses to one prompt with each other."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ OVERVIEW = {
     "time/step_s": "Overview/step_seconds",
     "samples_per_s": "Overview/samples_per_s",
 }
-"""Metric -> second name of the metric, under the heading `Overview`. It is logged under both names. MLflow's page lists
-headings that begin with a capital letter first, and opens only the first few headings."""
+"""Metric -> second name of the metric, under the heading `Overview`. The metric is logged under both names. MLflow's
+page lists headings that begin with a capital letter first, and opens only the first few headings."""
 UNTRACKED = frozenset(
     (
         "score/mean",  # the same as reward/mean

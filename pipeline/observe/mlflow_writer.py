@@ -4,8 +4,8 @@ REPORTS`, with the URI of MLflow as the first line of stdin. Only this module im
 
     reads      complete lines of the spool
     waits for  new lines, or the return of a store that is down (backoff 1 s … 30 s; one warning until it is back)
-    ends       after the driver has closed stdin or died: when everything is delivered, or after TIMEOUT_S. If the store
-               cannot be reached, it ends earlier, and `stageline sync` delivers the remaining items.
+    ends       after the driver has closed stdin or died: as soon as everything is delivered, and after TIMEOUT_S at the
+               latest. If the store cannot be reached, the writer ends earlier, and `stageline sync` delivers the rest.
 
 When the store has accepted a delivery, the writer advances an offset in `mlflow_spool.state.json`. If the writer dies
 before the offset is advanced, the delivery is repeated. The repetition changes nothing in MLflow:

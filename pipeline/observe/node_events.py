@@ -50,7 +50,7 @@ class NodeEvents:
     latest_event_s: float = 0.0
     """Time of the latest event, seconds since the epoch."""
     _free_since: dict[str, float] = field(default_factory=dict)
-    """Time at which each worker last finished a node, seconds since the epoch."""
+    """Worker -> time at which it last finished a node, seconds since the epoch."""
 
     def earliest_start(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
         """Return the earliest time at which a node in progress can have started, in seconds since the epoch. Return

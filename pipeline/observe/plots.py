@@ -165,7 +165,7 @@ def _draw_stage(
     ax: Axes, row: Sequence[Box], y: float, window: tuple[float, float], origin: float, px_per_s: float
 ) -> None:
     """Draw the boxes of one stage in a lane. Write the number of the step into each box that is wide enough, if at
-    least 90 % of the boxes are."""
+    least 90 % of the boxes are wide enough."""
     left, right = window
     colour = STAGE_COLOURS.get(row[0].address.stage, OTHER_COLOUR)
     widest = max(box.end_s - box.start_s for box in row) * px_per_s

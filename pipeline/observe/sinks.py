@@ -114,7 +114,7 @@ class WandbSink:
         self._spool, self._read_to = spool, 0
         self._run: Any = None
         self._axes: dict[str, str] = {}
-        """Name of the x-axis of each metric that was written."""
+        """Metric that was written -> name of its x-axis."""
         self._status = "KILLED"
         earlier = spool.with_name("wandb")
         if earlier.exists():

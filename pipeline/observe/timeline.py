@@ -7,7 +7,7 @@ each of its boxes. Gangs **overlap** while at least two gangs are busy. Stalenes
     published v(i) ├─────────── step i ───────────┤ published v(i+1)
     generate       ██████████████░░░░░░██████████
     train          ░░░░░█████████████████████░░░░
-    overlap             █████████     ███████           overlap_by_step: their sum / the step's time
+    overlap             █████████     ███████           overlap_by_step: sum of these periods / the step's time
 
 The plot and the report draw the same `Timeline`.
 """

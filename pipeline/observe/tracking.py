@@ -483,7 +483,7 @@ _FIELDS: dict[Any, set[str]] = {
     "tags": {"t", "values"},
     "close": {"t", "status"},
 }
-"""Required fields of a spool item, by its kind."""
+"""Kind of a spool item -> its required fields."""
 STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
 """Fields of the writer's state file. `uri`: the URI without secrets. `metrics`, `rest`: the delivered offset of each
 queue. `run_id`, `experiment_id`: ids in MLflow. `open`: True if the MLflow run is open."""

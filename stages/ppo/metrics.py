@@ -53,7 +53,7 @@ def ref_kl_metrics(
     policy_logprobs: PerToken, sampler_logprobs: PerToken, ref_logprobs: PerToken, mask: Mask, cap: float
 ) -> dict[str, float]:
     """Return the KL to the reference in nats per response, of the proximal policy and of the sampler, from tokens drawn
-    from mu.
+    from the sampler mu.
 
     The mean of d = log pi_prox - log pi_ref over tokens drawn from mu is not a KL of pi_prox. It is KL(mu || pi_ref) -
     KL(mu || pi_prox), which is negative if mu is farther from pi_prox than from pi_ref. So each token is weighted by w

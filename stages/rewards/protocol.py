@@ -49,7 +49,8 @@ class Scored:
 
 class Reward(ABC):
     """A function that scores samples, with the properties that a run needs to know. The constructor takes
-    `reward.parts.NAME.args`. If an argument cannot work, it raises ValueError, which names the argument."""
+    `reward.parts.NAME.args`. If an argument cannot work, the constructor raises ValueError, which names the
+    argument."""
 
     deterministic: bool
     """True if a sample always gets the same score, whichever other samples are in the batch. `replay` then demands a

@@ -41,7 +41,7 @@ class RunSource:
     name: str
     directory: str
     settings: Mapping[str, Any]
-    """Settings of the run's config, by key path."""
+    """Key path -> setting of the run's config."""
     history: History
     summary: Summary
     events: Sequence[Event]
@@ -50,7 +50,7 @@ class RunSource:
     visible."""
     sameness: Sameness
     software: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the software with which the run was computed, by package."""
+    """Software package -> version with which the run was computed."""
     rebuilt_together: Collection[str] = ()
     """Names of the gangs whose workers are lost and rebuilt together."""
     user_messages: Sequence[str] | None = None
@@ -67,7 +67,7 @@ class VariantSource:
     name: str
     directory: str
     settings: Mapping[str, Any]
-    """Settings of the variant's config, by key path."""
+    """Key path -> setting of the variant's config."""
     summary: VariantSummary
     sameness: Sameness
     """The facts of the parent run, which hold for the variant too."""

@@ -119,8 +119,8 @@ def ask_endpoint(
     on_answer: Callable[[str, ReceivedAnswer], None],
     spending: UsageFile,
 ) -> dict[str, Answer]:
-    """Return the answer to each question, by its key. `on_answer` is called with the key and the answer when an answer
-    arrives. Inside a running event loop (a notebook), the loop is blocked until all questions are answered.
+    """Return a dictionary: key of a question -> its answer. `on_answer` is called with the key and the answer when an
+    answer arrives. Inside a running event loop (a notebook), the loop is blocked until all questions are answered.
 
     Raises:
         RewardFailed: the judge refuses a request for good, gives no answer for `retry_s`, or leaves out data that the

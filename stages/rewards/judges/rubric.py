@@ -238,8 +238,8 @@ Ask = Callable[[Sequence[Question]], Sequence[Answer]]
 
 @dataclass(frozen=True)
 class BothOrders:
-    """How much better a pair's first response is than its second, 0 to 1, as judged in both orders. None: no valid
-    answer."""
+    """Preference for a pair's first response, from 0 (the second is better) to 1 (the first is better), as judged in
+    both orders. None: no valid answer."""
 
     first_shown_first: float | None
     first_shown_last: float | None

@@ -35,7 +35,7 @@ _MODE_FILTER = 2
 _AF_UNIX = 1
 
 _MACHINES = {"x86_64": (0xC000003E, 0, 126), "aarch64": (0xC00000B7, 1, 91)}
-"""Machine -> the kernel's constant for it, its column in _CALLS, its number of `capset`."""
+"""Machine -> (the kernel's constant for it, its column in _CALLS, the number of its system call `capset`)."""
 _CALLS = {
     "add_key": (248, 217), "bpf": (321, 280), "chmod": (90, 53), "chown": (92, 54), "clone": (56, 220),
     "clone3": (435, 435), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchown": (93, 55),

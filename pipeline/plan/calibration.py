@@ -37,7 +37,8 @@ class StageSpeed:
     """Reached share of the hardware's peak: of its arithmetic or its memory bandwidth, whichever limits the work."""
     call_s: float = setting(0.0, at_least(0))
     """Additional seconds of each call, for launches and Python. A call is a decoding pass, a scored row, or a block
-    that a micro-batch goes through (forward, or forward and backward in an update)."""
+    that a micro-batch goes through (forward, or forward and backward in an update). On a CPU, each row of a decoding
+    pass adds a part of a call."""
     node_s: float = setting(0.0, at_least(0))
     """Additional seconds of each node, for reading and writing the store and for the commit."""
     scatter: float | None = setting(None, at_least(0))

@@ -4,11 +4,12 @@ In a pass, every row of the batch feeds its last token to the model and gains th
 also feeds `drafts_per_pass` guessed tokens and gains `tokens_per_pass` tokens. A pass is limited by the engine's memory
 bandwidth or by its arithmetic:
 
-    pass = max(weights + context * context_s,  fed tokens * token_s) / efficiency  +  collectives  +  call_s
+    pass = max(weights + context * context_s,  fed tokens * token_s) / efficiency  +  collectives  +  calls * call_s
 
     weights      seconds to read all weights, the same for any number of rows: few rows cost nearly as much as many
     context_s    seconds to read the keys and values of one token; `context` counts the tokens so far of all rows
     token_s      seconds of arithmetic for one token: 2 operations per weight, and attention to the row's own context
+    calls        1 + rows * row_calls: the engine's Python works once per pass, and also for each of its rows
 
 The prefill of a prompt computes the output layer once, for its last token.
 
@@ -84,6 +85,8 @@ class DecodeSpeed:
     """Number of tokens that a row gains in a pass."""
     drafts_per_pass: float = 0.0
     """Number of guessed tokens that a row feeds in a pass for verification, in addition to its last token."""
+    row_calls: float = 0.0
+    """Number of calls that each row of a pass costs, in addition to the pass's own call."""
 
     @property
     def fed_per_pass(self) -> float:
@@ -112,7 +115,7 @@ class DecodeSpeed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Work of decoding some rows: the seconds at the hardware's peaks for each cause, and the number of passes."""
+    """Work of decoding some rows: the seconds at the hardware's peaks for each cause, and the number of calls."""
 
     weights: float = 0.0
     context: float = 0.0
@@ -121,7 +124,7 @@ class Decoded:
     """Seconds of the passes that arithmetic limits."""
     prefill: float = 0.0
     links: float = 0.0
-    passes: float = 0.0
+    calls: float = 0.0
 
     @property
     def roofline(self) -> float:
@@ -146,6 +149,7 @@ def decode_speed(
     link: Link,
     tokens_per_pass: float = 1.0,
     drafts_per_pass: float = 0.0,
+    row_calls: float = 0.0,
 ) -> DecodeSpeed:
     """Return the roofline of a replica.
 
@@ -157,7 +161,7 @@ def decode_speed(
         groups: number of groups of rows that are in the pipeline's stages at once.
         kv_bytes: memory for keys and values of all ranks together. Each rank has an equal part.
         link: the link between the ranks.
-        tokens_per_pass, drafts_per_pass: see `DecodeSpeed`.
+        tokens_per_pass, drafts_per_pass, row_calls: see `DecodeSpeed`.
     """
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
     rounds = max(pipeline, groups)  # a group's next token comes after this many stage times
@@ -181,6 +185,7 @@ def decode_speed(
         groups=groups,
         tokens_per_pass=tokens_per_pass,
         drafts_per_pass=drafts_per_pass,
+        row_calls=row_calls,
     )
 
 
@@ -338,16 +343,16 @@ class RowQueue(Generic[Shard]):
         computed = speed.arithmetic_s(rows, middle)
         if rows not in self._links_s:
             self._links_s[rows] = speed.links_s(rows)
-        links = count * self._links_s[rows]
+        links, calls = count * self._links_s[rows], count * (1.0 + rows * speed.row_calls)
         if computed > read + read_kv:
-            return 0.0, 0.0, count * computed, 0.0, links, count
-        return count * read, count * read_kv, 0.0, 0.0, links, count
+            return 0.0, 0.0, count * computed, 0.0, links, calls
+        return count * read, count * read_kv, 0.0, 0.0, links, calls
 
     def _seconds(self, work: _Parts) -> float:
-        weights, context, arithmetic, prefill, links, passes = work
+        weights, context, arithmetic, prefill, links, calls = work
         rates = self._rates
         roofline = (weights + context + arithmetic + prefill) / rates.efficiency
-        return roofline + links / rates.link_efficiency + passes * rates.call_s
+        return roofline + links / rates.link_efficiency + calls * rates.call_s
 
     def _passed(self, count: float, work: _Parts) -> None:
         self._add(work)
@@ -356,8 +361,8 @@ class RowQueue(Generic[Shard]):
 
     def _add(self, work: _Parts) -> None:
         a, b, c, d, e, f = self._total
-        weights, context, arithmetic, prefill, links, passes = work
-        self._total = a + weights, b + context, c + arithmetic, d + prefill, e + links, f + passes
+        weights, context, arithmetic, prefill, links, calls = work
+        self._total = a + weights, b + context, c + arithmetic, d + prefill, e + links, f + calls
 
     def _retire(self) -> bool:
         """Remove the rows that have ended. Return True if a shard has ended with them."""
@@ -391,9 +396,10 @@ def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Dec
     read, read_kv = passes * speed.weights_s, context * speed.context_s
     computed = speed.fed_per_pass * (row_passes * speed.token_s + context * speed.attention_s)
     prefill, links = len(lengths) * speed.prefill_s(prompt), passes * speed.links_s(speed.max_rows)
+    calls = passes + row_passes * speed.row_calls
     if computed > read + read_kv:
-        return Decoded(arithmetic=computed, prefill=prefill, links=links, passes=passes)
-    return Decoded(weights=read, context=read_kv, prefill=prefill, links=links, passes=passes)
+        return Decoded(arithmetic=computed, prefill=prefill, links=links, calls=calls)
+    return Decoded(weights=read, context=read_kv, prefill=prefill, links=links, calls=calls)
 
 
 def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:

@@ -20,7 +20,7 @@ SPEED = DecodeSpeed(
 def pass_by_pass(speed: DecodeSpeed, prompt: int, lengths: Sequence[int]) -> Decoded:
     """Compute every pass by itself, with its mean context; `decode` has the closed form."""
     waiting, flight = list(lengths), list[list[int]]()  # of each row: its length, its tokens so far
-    weights = context_s = arithmetic = prefill = passes = 0.0
+    weights = context_s = arithmetic = prefill = calls = 0.0
     while waiting or flight:
         while waiting and len(flight) < speed.max_rows:
             flight.append([waiting.pop(0), 0])
@@ -32,11 +32,11 @@ def pass_by_pass(speed: DecodeSpeed, prompt: int, lengths: Sequence[int]) -> Dec
         else:
             weights += speed.weights_s
             context_s += context * speed.context_s
-        passes += 1
+        calls += 1 + len(flight) * speed.row_calls
         for row in flight:
             row[1] += 1
         flight = [row for row in flight if row[1] < row[0]]
-    return Decoded(weights, context_s, arithmetic, prefill, 0.0, passes)
+    return Decoded(weights, context_s, arithmetic, prefill, 0.0, calls)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,20 +44,20 @@ def pass_by_pass(speed: DecodeSpeed, prompt: int, lengths: Sequence[int]) -> Dec
 def test_rows_in_flight_against_a_loop_over_passes(seed: int, token_s: float) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 30))]
-    speed = replace(SPEED, max_rows=draw.randint(1, 8), token_s=token_s, attention_s=1e-4)
+    speed = replace(SPEED, max_rows=draw.randint(1, 8), token_s=token_s, attention_s=1e-4, row_calls=0.1)
     found, expected = decode(speed, 7, lengths), pass_by_pass(speed, 7, lengths)
     assert vars(found) == pytest.approx(vars(expected))
 
 
 def test_the_tail_keeps_the_engine_busy() -> None:
     """Three rows of 10 tokens and one of 100: 100 passes, as if it were alone."""
-    assert decode(SPEED, 0, [10, 10, 10, 100]).passes == 100
+    assert decode(SPEED, 0, [10, 10, 10, 100]).calls == 100
     assert decode(SPEED, 0, [100]).weights == decode(SPEED, 0, [10, 10, 10, 100]).weights
 
 
 def test_a_row_waits_for_a_place() -> None:
-    assert decode(replace(SPEED, max_rows=2), 0, [10, 20, 15]).passes == 25, "the third begins when the first has ended"
-    assert decode(replace(SPEED, max_context=40), 0, [10, 20, 15]).passes == 25, "or when its keys fit"
+    assert decode(replace(SPEED, max_rows=2), 0, [10, 20, 15]).calls == 25, "the third begins when the first has ended"
+    assert decode(replace(SPEED, max_context=40), 0, [10, 20, 15]).calls == 25, "or when its keys fit"
 
 
 def test_nothing_to_decode() -> None:
@@ -110,13 +110,13 @@ def test_a_shard_that_is_dropped_makes_room() -> None:
     queue = RowQueue(replace(SPEED, max_rows=1, context_s=0.0), 0)
     queue.add("a", [10], 0.0)
     queue.add("b", [10], 0.0)
-    assert queue.drop("a", 4.0).passes == pytest.approx(10), "as if it had stayed"
+    assert queue.drop("a", 4.0).calls == pytest.approx(10), "as if it had stayed"
     assert ends(queue) == [("b", 14.0)]
 
 
 def test_speculation_saves_passes() -> None:
     found = decode(replace(SPEED, tokens_per_pass=2.0), 0, [10, 40])
-    assert found.passes == 20
+    assert found.calls == 20
 
 
 def test_drafts_pay_while_memory_limits_a_pass() -> None:

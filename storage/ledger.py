@@ -50,9 +50,9 @@ Keys = list[str]
 
 
 class Ledger:
-    """The ledger of a run. It keeps no file open. It caches segments, and commits that are in an object store (where a
-    read takes a round trip), since neither ever changes. Everything else is read anew, so all processes see the same
-    ledger."""
+    """The ledger of a run. It keeps no file open. Two things are cached because they never change: segments, and the
+    records of commits in an object store, where each read takes a round trip. Everything else is read anew, so all
+    processes see the same ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
         """`url`: the ledger's directory (a run's `ledger/`), a path or the URL of an object store."""

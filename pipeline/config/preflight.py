@@ -171,8 +171,8 @@ class Preflight:
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
-    """Run `check_secrets`, then `check_run_directory` and `preflight`, and return what they have read. The errors of
-    the last two are raised together."""
+    """Run `check_secrets`, then `check_run_directory` and `preflight`, and return what `preflight` has read. The errors
+    of the last two are raised together."""
     saved = RunPaths(config.run_dir).prompts if resume else None
     directory = partial(check_run_directory, config, resume=resume)
     check_secrets(config)

@@ -28,8 +28,8 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference between a log-prob or a loss and the reference's, in nats. Rounding alone causes
 differences of 1e-5 in float32 and 0.05 in bfloat16."""
 AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
-"""Smallest accepted cosine between two vectors: the changes of all log-probs by an update, and by the reference's
-update.
+"""Smallest accepted cosine between two vectors: the changes of all log-probs made by the tested update, and those made
+by the update that it is compared with.
 
 Rounding can change the sign of a small gradient, and Adam makes small gradients as large as others. The measured
 cosines are 1 - 1e-10 in float32 and 0.96 in bfloat16. The cosine is about 0 for unrelated updates."""

@@ -107,8 +107,8 @@ def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
 def _fit_kinds(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration
 ) -> tuple[Calibration, dict[str, Any], list[str]]:
-    """Return `usual`, the fitted fields of a calibration (name -> value), and the kinds of work whose numbers are
-    partly assumed."""
+    """Return three things: the argument `usual`, which the fit belongs to; the fitted fields of a calibration
+    (name -> value); and the kinds of work whose numbers are partly assumed."""
     samples = samples_of(runs, cluster, usual)
     for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
         if decoded := [sample for sample in samples if sample.kind == "generate"]:

@@ -66,7 +66,7 @@ class Calibration:
     score: StageSpeed = field(default_factory=StageSpeed)
     advantage: StageSpeed = field(default_factory=StageSpeed)
     thread_share: float = setting(1.0, Constraint("from 0 to 1", lambda share: 0 <= share <= 1))
-    """Share of the arithmetic on CPUs that a worker's threads divide among themselves. One thread does the rest."""
+    """On CPUs, the share of the arithmetic that is divided among a worker's threads. One thread does the rest."""
     link_efficiency: float = setting(1.0, _SHARE)
     """Share of the links' bandwidth that collectives reach."""
     overhead_s: float = setting(0.0, at_least(0))

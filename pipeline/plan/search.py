@@ -37,7 +37,8 @@ from pipeline.plan.simulate import Played, Scenario, play
 from pipeline.plan.space import GENERATE, TRAIN, Form, Space, assembled, counts_of, forms, graph_of_steps
 
 DEVICES = "--devices"
-"""The command-line option with the number of devices. It is the key of the errors raised here."""
+"""The command-line option with the number of devices. Each ConfigError raised here names it as the setting at
+fault."""
 _MOST_COMBINATIONS = 20_000
 """Maximum number of combinations for one form and one number of shards. If there are more, each gang keeps only the
 option with the least work for each number of devices."""

@@ -127,7 +127,8 @@ class Recorder(TorchDispatchMode):
             self.usage.add(place, num_bytes - before)
 
     def _collective(self, func: Any, args: Sequence[Any]) -> Any:
-        """Record a collective and return a finished result. The tensors keep their shapes."""
+        """Record a collective without communication. Return what the operation returns: a completed work handle, with
+        the tensors before it if the operation returns them too. The tensors are not changed."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         group = ProcessGroup.unbox(named.pop("process_group"))
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in named.values()]

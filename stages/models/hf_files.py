@@ -378,7 +378,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
-    """Return True if tokenizer_config.json names every token as special_tokens_map.json does."""
+    """Return True if every key of special_tokens_map.json (`legacy`) has the same token in tokenizer_config.json
+    (`config`), which may have further keys. Lists must be the same as they are written."""
     return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 

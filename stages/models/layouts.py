@@ -115,8 +115,9 @@ TARGET_PARTS = {
 }
 """Target of `model.lora.targets` -> projections of a layer that it stands for."""
 SPLIT_BY_ROWS = ("qkv", "fc1")
-"""Targets whose outputs tensor parallelism cuts. The B of their adapters is cut in the same way. Of the other targets
-it cuts the inputs, and the A of their adapters."""
+"""Targets whose weights are divided by rows (outputs) among tensor-parallel ranks. Of their adapters, B is divided in
+the same way, and A is whole. The other targets are divided by columns (inputs): of their adapters, A is divided, and B
+is whole."""
 SIDES = ("lora_A", "lora_B")
 
 

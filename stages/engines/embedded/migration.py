@@ -180,11 +180,11 @@ class MigratingEngine(EmbeddedEngine):
         """Remove rows from this engine. Return each with everything that another engine needs to continue it.
 
         A row is skipped if it is not here, if fewer than `min_left` tokens are left to sample, if no caller waits
-        for it, or if the weights have changed since a part was copied. The rows that leave no longer count as in flight
-        here, unless they are given back. Raises RuntimeError if the engine has stopped.
+        for it, or if the weights have changed since a part was copied. Removed rows do not count as in flight here
+        any more, unless they are given back. Raises RuntimeError if the engine has stopped.
 
-        `copied`: the last part of each row that `copy_out` has copied. The other engine already has all positions up to
-        the end of this part."""
+        `copied`: for each row, the last part that `copy_out` has copied. The other engine already has all positions up
+        to the end of this part."""
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():

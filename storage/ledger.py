@@ -108,31 +108,34 @@ class Ledger:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
         return commit
 
-    def commit(self, commit: Commit, before: Callable[[], None] | None = None, *, closed: bool = True) -> Commit:
+    def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
         """Make an output exist, and return the winning commit: `commit`, or an earlier one. If an earlier commit won,
-        the caller discards its own output.
-
-        `before` writes the output, and ends before the commit exists; if it raises, nothing is committed. `closed`:
-        also look whether the address's step is in a segment. Otherwise the caller must call `withdraw_closed` before it
-        brings the output's files to their final places (`RolloutStore.settle`). Raises ValueError for a commit that
-        cannot be written as JSON."""
+        the caller discards its own output. `before` writes the output, and ends before the commit exists; if it raises,
+        nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
-        if files.write_new(self._root, _key(commit.address), data, before):
-            self._remember(commit)
-            if not (closed and self.withdraw_closed(commit)):
-                return commit
-        winner = self.find(commit.address)
+        # if the answer was lost, `write_new` returns False for a file that this call has created
+        is_ours = files.write_new(self._root, _key(commit.address), data, before)
+        winner = commit if is_ours else self.find(commit.address)
+        if winner is not None and winner.attempt == commit.attempt:
+            if not self.withdraw_late(commit):
+                self._remember(winner)
+                return winner
+            winner = self.find(commit.address)
         if winner is None:
             raise StoreError(f"the commit record of {commit.address} in {self.url} was there and is gone")
         return winner
 
-    def withdraw_closed(self, commit: Commit) -> bool:
-        """If a segment has a record for the commit's address, remove the single file at this address and return True. A
-        late attempt can create such a file, since its name is free again once the record is in a segment. Return False
-        if no segment has a record for the address."""
-        if self._closed(commit.address) is None:
+    def withdraw_late(self, commit: Commit) -> bool:
+        """Return True if the segment of the commit's step has the record of another attempt, so that the commit came
+        too late. Its own record is then removed. A late attempt can create one, because the name of the first record's
+        file is free again."""
+        closed = self._closed(commit.address)
+        if closed is None or decode(closed, segment_key(first_step(commit.address.step))).attempt == commit.attempt:
             return False
-        files.remove(self._root, _key(commit.address))
+        key = _key(commit.address)
+        single = files.read(self._root, key)
+        if single is not None and decode(single, key).attempt == commit.attempt:
+            files.remove(self._root, key)
         self.forget([commit.address])
         return True
 
@@ -259,8 +262,13 @@ class Ledger:
     def tidy(self) -> int:
         """Remove the leftovers of processes that died while they committed or closed steps. Return the number of
         temporary files that were removed. No worker may run meanwhile."""
-        self._remove_closed(self.open_addresses())
+        self.remove_closed_records()
         return files.remove_temporaries(self._root)
+
+    def remove_closed_records(self) -> None:
+        """Remove the files of records whose step is in a segment: those of a driver that died while it closed steps,
+        and those of late attempts whose process died before it withdrew them."""
+        self._remove_closed(self.open_addresses())
 
 
 def _addresses_of(keys: Iterable[str]) -> Iterator[Address]:

@@ -5,7 +5,7 @@
     attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
 In an object store each request takes a round trip, so the files of an attempt are one object there
-(`...-1f6c2a9b.zip`). It is not renamed. The files are written once more, at their chunk keys, and it is removed.
+(`...-1f6c2a9b.packed`). It is not renamed. The files are written once more, at their chunk keys, and it is removed.
 
 Writing is a write-ahead log of files (law 2 of docs/architecture.md):
 
@@ -50,12 +50,13 @@ content again.
 
 from __future__ import annotations
 
-import io
+import itertools
+import json
 import math
 import re
+import sys
 import threading
 import time
-import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,9 +69,9 @@ import zarr
 
 from storage import files
 from storage.address import Address
-from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
+from storage.commits import ArrayInfo, Commit, Provenance, checksum, new_attempt
 from storage.config import Durability, Layout, Layouts
-from storage.errors import DroppedOutput, MissingOutput, StoreError
+from storage.errors import DamagedCommit, DroppedOutput, MissingOutput, StoreError
 from storage.files import Writeback
 from storage.ledger import KEEP, Ledger, read_dropped, write_dropped
 from storage.records import RECORD_TYPES, Record, check_finite, check_logprobs, concatenate, describe
@@ -82,7 +83,7 @@ EVALUATE = "evaluate"
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 """Errors that reading a missing or damaged array by Zarr raises."""
 _STORE = "rollouts.zarr"
-_PACKED = ".zip"
+_PACKED = ".packed"
 _MOST_DESCRIBED = 4096
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
@@ -149,15 +150,14 @@ class RolloutStore:
         attempt = attempt or new_attempt()
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
         # If the commit itself raises, nothing is discarded: the commit may exist, and `recover` will find out.
-        at_once = self._writeback is None
-        winner = self._ledger.commit(prepared, lambda: self._write_attempt(prepared, contents), closed=at_once)
+        winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
             known = None if self._run.fs is None else contents
             if self._writeback is None:
                 self.settle(winner, known)
             else:
-                self._writeback.submit(lambda: self._settle_open(winner, known))
+                self._writeback.submit(lambda: self.settle(winner, known))
         else:
             self._discard(address, attempt)
         return winner
@@ -209,22 +209,14 @@ class RolloutStore:
             for name, target in targets.items():
                 files.move(self._run, f"attempts/{source}/{name}", f"{_STORE}/{target}")
         elif contents := contents or self._read_packed(commit):
-            files.write_together(self._run, _STORE, {targets[name]: data for name, data in contents.items()})
+            files.write_together(self._run, _STORE, {target: contents[name] for name, target in targets.items()})
         self._discard(commit.address, commit.attempt)
-
-    def _settle_open(self, commit: Commit, contents: Mapping[str, bytes] | None = None) -> bool:
-        """Settle a commit and return True. If a segment has an earlier commit of its address, discard its attempt and
-        return False."""
-        if self._ledger.withdraw_closed(commit):
-            self._discard(commit.address, commit.attempt)
-            return False
-        self.settle(commit, contents)
-        return True
 
     def recover(self, *, discard: bool = True) -> int:
         """Finish the work of dead processes, and return the number of settled attempts. Raises DamagedCommit.
 
-        - An attempt that was committed is settled.
+        - An attempt that was committed is settled, unless its object in an object store is damaged. Then its arrays are
+          missing for every reader.
         - An attempt at an address that another attempt committed is discarded. Without `discard` it stays, since its
           process may be alive and need the files.
         - An attempt at an address without a commit stays, since its process may be about to commit.
@@ -232,10 +224,16 @@ class RolloutStore:
         settled, before = 0, self.dropped_before()
         for address, attempt in self.attempts():
             commit = self._ledger.find(address)
+            if commit is not None and self._ledger.withdraw_late(commit):
+                commit = self._ledger.find(address)
             if commit is not None and commit.attempt == attempt and not dropped(address, before):
-                settled += self._settle_open(commit)
+                try:
+                    self.settle(commit)
+                except DamagedAttempt as error:
+                    print(error, file=sys.stderr, flush=True)
+                    continue
+                settled += 1
             elif commit is not None and discard:
-                self._ledger.withdraw_closed(commit)
                 self._discard(address, attempt)
         return settled
 
@@ -270,12 +268,40 @@ class RolloutStore:
         kept = self._recent.get((address, commit.attempt))
         if kept is not None:
             return kept
-        expected = list(self._blocks(commit))
-        keys = self._chunk_keys(commit)
-        chunks = self._chunks(commit, keys)
-        blocks: dict[str, list[np.ndarray]] = {}
-        for (name, template, shard), key, data in zip(expected, keys, chunks, strict=True):
-            where = self._data.at(f"{_group(address)}/{key}")
+        return self._decode(commit, self._chunks(commit, self._chunk_keys(commit)))
+
+    def prefetch(self, addresses: Iterable[Address]) -> None:
+        """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.
+        Do nothing for a local store, or if the records would fill more than half of the cache. What is missing or
+        damaged, or not at its chunk key yet, is left to the later read. Raises StoreUnavailable."""
+        if self._run.fs is None:
+            return
+
+        def find(address: Address) -> Commit | None:
+            with suppress(DamagedCommit):
+                return self._ledger.find(address)
+            return None
+
+        found = [commit for commit in files.map_items(self._run, find, addresses) if commit and commit.arrays]
+        arrays = [info for commit in found for info in commit.arrays.values()]
+        num_bytes = sum(np.dtype(info.dtype).itemsize * math.prod(info.shape) for info in arrays)
+        if 2 * num_bytes > self._recent.max_bytes:
+            return
+        commits = [commit for commit in found if self._recent.get((commit.address, commit.attempt)) is None]
+        keys = [[f"{_group(commit.address)}/{key}" for key in self._chunk_keys(commit)] for commit in commits]
+        chunks = iter(files.map_items(self._data, lambda key: files.read(self._data, key), itertools.chain(*keys)))
+        for commit, of_commit in zip(commits, keys, strict=True):
+            own = list(itertools.islice(chunks, len(of_commit)))
+            if None not in own:
+                with suppress(StoreError):
+                    self._decode(commit, own)
+
+    def _decode(self, commit: Commit, chunks: Sequence[bytes | None]) -> Any:
+        """Return the record of a commit, given the contents of its files in the order of `_chunk_keys`, and keep it in
+        the cache. Raises DroppedOutput and StoreError as `read` does."""
+        address, blocks = commit.address, dict[str, list[np.ndarray]]()
+        for (name, template, shard), data in zip(self._blocks(commit), chunks, strict=True):
+            where = self._data.at(f"{_group(address)}/{name}/{template.key(shard)}")
             if data is None:
                 what = f"array {name} of {address}: shard {shard} ({where})"
                 raise _absent_error(address, what, self.dropped_before())
@@ -292,31 +318,9 @@ class RolloutStore:
                     f"array {name} of {address}: CRC-32 {crc32:08x}, committed as {commit.arrays[name].crc32:08x} "
                     f"({self._data.at(_group(address))}/{name})"
                 )
-        record = RECORD_TYPES[commit.kind].from_arrays(arrays)
+        record = RECORD_TYPES[str(commit.kind)].from_arrays(arrays)
         self._recent.put((address, commit.attempt), record)
         return record
-
-    def prefetch(self, addresses: Iterable[Address]) -> None:
-        """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.
-        Do nothing for a local store, or if the records would fill more than half of the cache. A record that cannot be
-        read is left to the later read, which raises."""
-        if self._run.fs is None:
-            return
-
-        def find(address: Address) -> Commit | None:
-            with suppress(StoreError):
-                return self._ledger.find(address)
-            return None
-
-        def fetch(commit: Commit) -> None:
-            with suppress(StoreError):
-                self.read(commit.address)
-
-        commits = [commit for commit in files.map_items(self._run, find, addresses) if commit and commit.arrays]
-        arrays = [info for commit in commits for info in commit.arrays.values()]
-        num_bytes = sum(np.dtype(info.dtype).itemsize * math.prod(info.shape) for info in arrays)
-        if 2 * num_bytes <= self._recent.max_bytes:
-            files.map_items(self._run, fetch, commits)
 
     def dropped_before(self) -> int:
         """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError."""
@@ -469,14 +473,15 @@ class RolloutStore:
             files.remove(self._attempts, key + _PACKED)
 
     def _read_packed(self, commit: Commit) -> dict[str, bytes] | None:
-        """Return the files of an attempt in an object store, by name; None if they are not there (any more). Raises
-        StoreError if their object is damaged."""
+        """Return the files of an attempt in an object store (name -> content); None if they are not there (any more).
+        Raises DamagedAttempt if their object is damaged."""
         key = attempt_key(commit.address, commit.attempt) + _PACKED
         data = files.read(self._attempts, key)
-        try:
-            return None if data is None else unpack(data)
-        except zipfile.BadZipFile as error:
-            raise StoreError(f"{self._attempts.at(key)}: is not what was written ({error})") from error
+        return None if data is None else unpack(data, self._attempts.at(key))
+
+
+class DamagedAttempt(StoreError):
+    """The object with an attempt's files is not what was written."""
 
 
 def _absent_error(address: Address, what: str, before: int) -> StoreError:
@@ -527,18 +532,24 @@ def in_attempt(key: str) -> str:
 
 
 def pack(contents: Mapping[str, bytes]) -> bytes:
-    """Return an attempt's files (name -> content) as one ZIP file without compression."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, data in contents.items():
-            archive.writestr(name, data)
-    return stream.getvalue()
+    """Return an attempt's files (name -> content) as one object: a line with a checksum of the rest, then a line of
+    JSON with the names and sizes of the files, then the files one after the other."""
+    listed = json.dumps([[name, len(data)] for name, data in contents.items()])
+    rest = b"".join((listed.encode(), b"\n", *contents.values()))
+    return checksum(rest).encode() + b"\n" + rest
 
 
-def unpack(data: bytes) -> dict[str, bytes]:
-    """Return the files of an attempt that `pack` wrote. Raises zipfile.BadZipFile for a damaged one."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
+def unpack(data: bytes, where: str) -> dict[str, bytes]:
+    """Return the files that `pack` made one object of. Raises DamagedAttempt, naming `where`."""
+    stated, _, rest = data.partition(b"\n")
+    if checksum(rest).encode() != stated:
+        raise DamagedAttempt(f"{where}: is not what was written (it does not have its checksum)")
+    listed, _, body = rest.partition(b"\n")
+    contents, start = {}, 0
+    for name, size in json.loads(listed):
+        contents[name] = body[start : start + size]
+        start += size
+    return contents
 
 
 def encode_record(

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -130,10 +131,10 @@ class WorkerParts:
         function that waits until they are there."""
         if self.config.storage.url is None:
             return lambda: None
-        addresses = lineage_of(call.address, call.inputs, (call.version,))
-        thread = threading.Thread(target=self.store.prefetch, args=(addresses,))
-        thread.start()
-        return thread.join
+        thread = ThreadPoolExecutor(1)
+        read = thread.submit(self.store.prefetch, lineage_of(call.address, call.inputs, (call.version,)))
+        thread.shutdown(wait=False)
+        return read.result
 
     def read_record(self, address: Address) -> Any:
         """Return the record at an address."""

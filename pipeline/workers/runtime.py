@@ -76,10 +76,10 @@ class StageRuntime(Runtime):
         holds no part of the output. `inputs_are_read`: waits until the node's inputs are in the store's cache."""
         parts = self.parts
         commit = parts.find_commit(call.address, closed=False)
-        with parts.clock.bookkeeping():
-            inputs_are_read()
         if commit is not None:
             return commit
+        with parts.clock.bookkeeping():
+            inputs_are_read()
         started = time.time()
         output = binding.compute(parts, call)
         if output.record is None:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import zarr
 
+from storage import files
 from storage.address import Address
-from storage.commits import provenance_here
+from storage.commits import encode, provenance_here
 from storage.config import Layout, Layouts
 from storage.errors import DroppedOutput, MissingOutput, StoreError
-from storage.files import Writeback
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
@@ -214,22 +214,32 @@ class StoreContract:
         store.settle(winner)
         assert_same(store.read(Address("advantage", 0)), advantages())
 
-    @pytest.mark.parametrize("dies", [False, True])
-    def test_a_late_attempt_at_a_closed_step_is_withdrawn(self, store: RolloutStore, url: str, dies: bool) -> None:
-        """The record's file name is free again once its step is in a segment. The writer's process may also die before
-        it looks into the segment: then `recover` does."""
+    @pytest.mark.parametrize("settled", [False, True])
+    def test_a_late_attempt_at_a_closed_step_is_withdrawn(
+        self, store: RolloutStore, ledger: Ledger, url: str, settled: bool
+    ) -> None:
+        """The record's file name is free again once its step is in a segment. The late process dies right after it has
+        created the file. The first attempt's files may not have moved yet."""
         address, late = Address("score", 0), Scores(np.ones(ROWS, np.float32))
         first = Scores(np.arange(ROWS, dtype=np.float32))
-        store.write(address, first, PROVENANCE)
-        ledger = Ledger(f"{url}/ledger")
+        original = store.prepare(address, first, PROVENANCE, attempt="a0-11111111")
+        ledger.commit(original)
+        if settled:
+            store.settle(original)
         ledger.close(0, [address])
-        if dies:
-            ledger.commit(store.prepare(address, late, PROVENANCE, attempt="a1-22222222"), closed=False)
-            assert store.recover() == 0
-        else:
-            writeback = Writeback()
-            RolloutStore(url, ledger, LAYOUTS, writeback=writeback).write(address, late, PROVENANCE)
-            writeback.close()
+        shadow = encode(store.prepare(address, late, PROVENANCE, attempt="a1-22222222"))
+        assert files.write_new(files.open_root(f"{url}/ledger"), f"{address}.json", shadow)
+        reader = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+        assert reader.recover() == (not settled)
+        assert self.attempts(url) == []
+        assert_same(reader.read(address), first)
+
+    def test_a_late_commit_does_not_win(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
+        address, first = Address("score", 0), Scores(np.arange(ROWS, dtype=np.float32))
+        commit = store.write(address, first, PROVENANCE)
+        ledger.close(0, [address])
+        other = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+        assert other.write(address, Scores(np.ones(ROWS, np.float32)), PROVENANCE) == commit
         assert self.attempts(url) == []
         assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), first)
 

@@ -20,7 +20,7 @@ from storage import files
 from storage.address import Address
 from storage.commits import new_attempt
 from storage.config import Durability
-from storage.errors import StoreRefused, StoreUnavailable
+from storage.errors import StoreError, StoreRefused, StoreUnavailable
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
@@ -146,6 +146,24 @@ def test_another_process_writes_are_seen(bucket: str) -> None:
     assert files.read(root, "a/2") == b"2"
     other.rm_file(f"{root.path}/a/1")
     assert files.read(root, "a/1") is None
+
+
+def test_a_damaged_attempt_is_left_to_its_readers(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`recover` names it and goes on with the others."""
+    url, damaged, sound = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0), Address("generate", 1)
+    ledger, run = Ledger(f"{url}/ledger"), files.open_root(url)
+    store = RolloutStore(url, ledger, LAYOUTS)
+    for address in (damaged, sound):
+        ledger.commit(store.prepare(address, rollout(), PROVENANCE, attempt="a0-11111111"))
+    key = "attempts/generate-000000-0000-a0-11111111.packed"
+    data = bytearray(files.read(run, key) or b"")
+    data[-1] ^= 1
+    files.write(run, key, bytes(data))
+    assert store.recover() == 1
+    assert key in capsys.readouterr().err
+    assert_same(store.read(sound), rollout())
+    with pytest.raises(StoreError, match="generate-000000"):
+        store.read(damaged)
 
 
 def test_records_are_read_ahead_into_the_cache(bucket: str, faults: Faults) -> None:

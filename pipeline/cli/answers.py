@@ -100,7 +100,7 @@ def print_line(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print one line on stderr that is neither output nor an error."""
+    """Print one line on stderr. The line is neither output nor an error."""
     Console(stderr=True).print(Text(escape_control_characters(redacted_text(text))), soft_wrap=True)
 
 
@@ -136,9 +136,15 @@ BAD_INPUT = 2
 cannot be used. It is also the exit code if `check RUN` finds faults in the run, or `doctor` finds one in the machine.
 """
 STAGE_FAILED = 3
-"""A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. `replay`:
-the result differs from the committed result by more than is allowed. `sync`: some data could not be delivered.
-`worker`: its process ended for good. `reward train`: the training failed, and begins anew when it is started again."""
+"""A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. Some
+commands use this code for another failure:
+
+- `replay`: the result differs from the committed result by more than is allowed
+- `sync`: some data could not be delivered
+- `worker`: the worker's process ended for good
+- `reward train`: the training failed, and begins anew when it is started again
+- `reward label`: the labelling stopped, and continues when it is started again
+"""
 INTERRUPTED = 130
 DRIVER_LOST = 4
 """Exit code of `stageline worker`: the driver disappeared. The worker may be started again to join the next driver."""
@@ -155,7 +161,8 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
 
     Args:
         sources: files and overrides. A text with `=` is an override.
-        runs_here: if settings are wrong, also read the model, the prompts and the rewards, and report their errors too.
+        runs_here: True if the run will be on this host. If settings are wrong, the model, the prompts and the rewards
+            are then read too, and their errors are reported with the others.
 
     Raises:
         ConfigError: lists all errors."""
@@ -174,7 +181,8 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
 
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:
-    """Raise ConfigError for `staleness 2` where `staleness=2` was meant."""
+    """Raise ConfigError if one of `files` does not exist and its name is the name of a setting. The user probably wrote
+    `staleness 2` and meant `staleness=2`."""
     for name, after in zip_longest(files, files[1:]):
         if not Path(name).exists() and is_setting(name, RunConfig):
             value = after if after is not None and not Path(after).exists() else "..."

@@ -88,7 +88,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _show_guarantees(config: RunConfig, device: Device) -> None:
-    """Print the guarantees that a run lacks with its engine on a device, or that it lacks none."""
+    """Print the guarantees that a run lacks with its engine on this kind of device. If it lacks none, print a line that
+    says so."""
     for line in guarantee_lines(config, device):
         print_line(line)
 
@@ -106,7 +107,8 @@ def _show_network(config: RunConfig) -> None:
 
 
 def _sandbox_line(key: str, protections: Mapping[str, str | None]) -> str:
-    """Return a line about the protections around a reward part's code on this host."""
+    """Return a line about the protections around a reward part's code on this host. `key`: config key of the part.
+    `protections`: what the code must not reach -> how this host prevents it, or None if it does not."""
     kept = "; ".join(f"{what} ({how})" for what, how in protections.items() if how is not None)
     open_to_it = ", ".join(what for what, how in protections.items() if how is None)
     return f"sandbox of {key}: keeps it from {kept or 'nothing'}" + (f"; not from {open_to_it}" if open_to_it else "")
@@ -121,7 +123,8 @@ def _show_memory(config: RunConfig) -> None:
 
 
 def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str]) -> None:
-    """Print the predicted memory of the workers by item, of the GPUs, and of the hosts."""
+    """Print the predicted memory of each gang's workers, of each gang's fullest GPU, and of the hosts. The memory of
+    workers and hosts is listed by item."""
     workers = workers_memory(run)
     columns: list[MemoryColumn] = []
     for gang in run.config.gangs():
@@ -190,7 +193,8 @@ def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostM
 
 
 def _check_on_target(config: RunConfig, target: str, text: str) -> int:
-    """Check a config against another cluster, print its placement and predicted memory, and return the exit code."""
+    """Check a config against another cluster, print its placement and predicted memory, and return the exit code.
+    Raises ConfigError if the run does not fit on the cluster."""
     cluster = read_cluster(text)
     checked = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"

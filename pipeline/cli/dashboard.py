@@ -24,7 +24,7 @@ from storage.locks import holder
 
 HOST = "127.0.0.1"
 PORT = 8788
-"""Default port. If it is taken, any free port is used."""
+"""Port if the user gives none. If it is taken, any free port is used."""
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
@@ -39,7 +39,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
-    """Return a server of a run's page that listens on a port. `port` None: `PORT`, or any free port if `PORT` is taken.
+    """Return a server that listens on a port and serves a run's page. `port` None: `PORT`, or any free port if `PORT`
+    is taken.
 
     Raises:
         ConfigError: the directory holds no journal, or the server cannot use the port.

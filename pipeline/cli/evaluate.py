@@ -6,8 +6,8 @@ them.
 
 Neither an engine nor the trainer takes part. With an exported version of a run, the command therefore verifies the
 figures of the run's own evaluation. Tokens are drawn by the function that the engines use
-(stages/engines/embedded/sampling.py), with the keys of the run's evaluations. So the command samples the same tokens as
-the run. A token can only differ if two candidates are so close that rounding decides between them.
+(stages/engines/embedded/sampling.py), with the same random keys as in the run's evaluations. So the command samples the
+same tokens as the run. A token can only differ if two candidates are so close that rounding decides between them.
 """
 
 from __future__ import annotations

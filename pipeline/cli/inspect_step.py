@@ -44,9 +44,9 @@ def last_step(config: RunConfig) -> int:
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
-    """Return two tables about a step. The first table has up to `rows` of the step's rows, with the results of the
-    stages. If the rows were deleted, a text replaces this table. The second table has the step's committed nodes:
-    worker, attempt, versions of the weights, duration.
+    """Return two tables about a step. The first table has the first rows of the step, at most `rows` of them, with the
+    results of the stages. If the rows were deleted, a text replaces this table. The second table has the step's
+    committed nodes: worker, attempt, versions of the weights, duration.
 
     Raises:
         ConfigError: no such step.
@@ -84,7 +84,9 @@ def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
 
 
 def _inspect_row(line: Mapping[str, Any], user_messages: Sequence[str] | None) -> InspectRow:
-    """Return a row for the table. `line`: column of `row_columns` -> value of this row."""
+    """Return a row for the table. `line`: column of `row_columns` -> value of this row. `user_messages`: the last user
+    message of each prompt, by prompt index. It is shown as the prompt. If it is unknown or empty, the whole prompt is
+    shown."""
 
     def number(name: str) -> float | None:
         value = float(line[name])

@@ -59,7 +59,7 @@ TOKEN_COLUMNS = {
 }
 """Column of `token_table` -> field of the records."""
 STEP_STAGES = ("generate", "score", "reference", "logprob", "value", "advantage")
-"""Stages whose arrays are stored in a step's group."""
+"""Stages whose arrays are stored in the Zarr group of their step."""
 
 
 def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
@@ -105,7 +105,8 @@ def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
 
 
 def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Dataset:
-    """Return every array of these steps over (step, row, token), with the text of prompts and responses.
+    """Return every array of these steps, with the dimensions step, row and (for one value per token) token. The text of
+    prompts and responses is added.
 
     Missing outputs are NaN, -1 or False. All arrays are in memory at once."""
     numbers = [*steps]
@@ -158,9 +159,10 @@ _LIST_COLUMNS: Mapping[str, pyarrow.DataType] = {
     "advantages": pyarrow.float32(),
     "returns": pyarrow.float32(),
 }
-"""Columns with a list per row. All but `prompt_ids` have one element per token of the response."""
+"""Column with a list per row -> type of the list's elements. The list in `prompt_ids` has one element per token of the
+prompt. The other lists have one element per token of the response."""
 _FIELDS = {"versions": "token_versions", "entropies": "entropy"}
-"""Column -> field of the records, for the columns with another name."""
+"""Column -> field of the records, for the columns that have another name than their field."""
 _TEXT_COLUMNS = ("prompt", "response", "finish_reason")
 _INTEGER_COLUMNS = (
     "step",
@@ -269,6 +271,7 @@ class OpenedRun:
         - reward_sum, trained_on
 
         Raises:
+            ValueError: the run has no rows of one of these steps.
             StoreError: stored data is damaged.
         """
         shards = (shard for step in self._steps_or_all(steps) for shard in read_step_shards(self.history, step))
@@ -298,10 +301,10 @@ class OpenedRun:
         return pd.DataFrame.from_dict(lines, orient="index").rename_axis("step")
 
     def arrays(self, steps: Iterable[int] | None = None) -> xr.Dataset:
-        """Return every stored array of these steps over (step, row, token), with the text of prompts and responses. All
-        arrays are in memory at once.
+        """Return every stored array of these steps, as `step_arrays` describes. All arrays are in memory at once.
 
-        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. It sees only files in their final place."""
+        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. It does not see committed files that are still in
+        the directory `attempts/`."""
         return step_arrays(self.history, self._steps_or_all(steps), self.decode)
 
     def _join_tables(
@@ -327,5 +330,5 @@ def open_run(path: str | os.PathLike[str]) -> OpenedRun:
 
 
 def open_configured_run(config: RunConfig) -> OpenedRun:
-    """Return the run whose directory a config names."""
+    """Return the run in the directory that a config names."""
     return OpenedRun(config.run_dir, config, open_history(config), token_decoder(config.stored.root, config.model.path))

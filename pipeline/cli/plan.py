@@ -215,7 +215,8 @@ def _verdict(result: Found, price: float) -> Iterator[str]:
 
     - the step times of the best synchronous and the best asynchronous plan,
     - the smallest price of staleness at which the asynchronous plan is worse,
-    - the numbers of combinations that were searched and left out."""
+    - the number of combinations that fit, the number of combinations that were simulated, and for each reason the
+      number of combinations that were left out."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s

@@ -421,7 +421,7 @@ class _VariantPlan:
 
     @property
     def is_compared(self) -> bool:
-        """Return True if there are prompts to compare the policies on."""
+        """Return True if the parent has at least two held-out prompts. Parent and variant are then compared on them."""
         return self.parent.held_out >= 2
 
     def config_with_own_board(self, whose: str) -> RunConfig:

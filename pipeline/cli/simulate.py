@@ -63,8 +63,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) -> Calibration:
-    """Return the calibration in a file, or assumed speeds if no file is given. Raises ConfigError if the calibration is
-    for other hardware."""
+    """Return the calibration in a file, or assumed speeds if no file is given. Raises ConfigError if the file cannot be
+    used, or its calibration is for other hardware."""
     if file is None:
         return typical(hardware, on_gpus=cluster.gpus_per_node > 0)
     calibration = load_calibration(file)

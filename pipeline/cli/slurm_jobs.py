@@ -138,8 +138,10 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
-    """Return the log files, each with a label. Raises ConfigError if the run has no such gang or worker, or has no job
-    whose output could be shown."""
+    """Return label -> log file. Without a gang, this is the output of the run's job.
+
+    Raises:
+        ConfigError: the run has no such gang or worker, an index is given without a gang, or the run has no job."""
     config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
         if index is not None:

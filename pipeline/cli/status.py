@@ -65,8 +65,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 class _Slurm:
-    """A client that asks Slurm about many jobs. After one failure it raises the same error without asking again.
-    Otherwise each question might wait for the time limit."""
+    """A client that asks Slurm about many jobs. After one failure it raises the same error without asking again,
+    because each further question might wait until its time limit."""
 
     def __init__(self) -> None:
         self._silent: ConfigError | None = None

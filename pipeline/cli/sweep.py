@@ -65,8 +65,9 @@ def parse_axes(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]
     values, `betas=[0.8, 0.9]` has one.
 
     Raises:
-        ConfigError: a setting is given twice, or no setting has several values. Or a setting with several values may
-            have only one (`_COMMON_KEYS`), is a secret, or has an empty value or two equal values.
+        ConfigError: a setting is given twice, or no setting has several values. Or a setting has several values,
+            although it is a secret or must have one value (`_COMMON_KEYS`). Or a list of values contains an empty
+            value, or the same value twice.
     """
     fixed, axes, keys = [], dict[str, list[str]](), set[str]()
     for change in changes:

@@ -22,7 +22,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def sync(config: RunConfig, to: str | None) -> int:
-    """Deliver the spool and return the exit code. `to`: another MLflow store, which gets the whole run instead.
+    """Deliver the spool and return the exit code. `to`: another MLflow store. If it is given, it gets the whole run,
+    and nothing is delivered to the stores of the config.
 
     A missing database file is created. A missing directory is not created, because it is more likely a spelling error.
 

@@ -256,7 +256,7 @@ def check_lineage(run: RunContent) -> Answer:
 
     - It names exactly the inputs that its node has in the graph.
     - It names each input with the content that is committed now.
-    - If its node belongs to the policy or the critic, it names the weight version of the graph."""
+    - If its node belongs to the policy or the critic, it names the weight version that the node has in the graph."""
     faults, num = list(lineage_faults(run.commits.values(), run.commits)), 0
     for address, commit in run.commits.items():
         named = {one.address for one in commit.provenance.inputs}
@@ -282,8 +282,9 @@ def check_weights(run: RunContent) -> Answer:
     """Check the digests of the weights:
 
     - The commit of each publication has a digest of the published weights.
-    - The publication of version v > 0 names the update that made v as an input, with its committed content.
-    - Each update names the update before it in the same way, back to the start weights.
+    - The publication of version v > 0 has among its inputs the update that made v, with this update's committed
+      content.
+    - Each update has among its inputs the update before it, in the same way, back to the start weights.
     """
     faults: list[str] = []
     chains: list[str] = []

@@ -312,7 +312,7 @@ class WorkerRegistry:
 
     async def _directory_problems(self, request: JoinRequest) -> list[str]:
         """Wait until this host sees the file that the worker wrote into the run's directory, and remove the file.
-        Return the reason why this host cannot read it, as a list of one text. Empty if it can."""
+        Return an empty list, or a list of one text if this host does not see or cannot read the file."""
         root = files.open_root(str(RunPaths(self._config.run_dir).attached))
         give_up = time.monotonic() + _SEEN_WITHIN_S
         while True:
@@ -334,8 +334,9 @@ class WorkerRegistry:
 def host_problems(
     request: JoinRequest, config: RunConfig, now: float, versions: Mapping[str, str], board_bytes: int
 ) -> Iterator[str]:
-    """Yield the problems of a worker's host for this run. `now`: the driver's time. `versions`: the driver's versions.
-    `board_bytes`: bytes that published weights will take on the host."""
+    """Yield the problems of a worker's host for this run. `now`: time of the driver's host, in seconds since the epoch.
+    `versions`: package -> version that the driver uses. `board_bytes`: bytes that published weights will take on the
+    worker's host."""
     yield from version_problems(request.versions, versions)
     if request.shared:
         yield request.shared

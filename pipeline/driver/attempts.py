@@ -254,8 +254,8 @@ class Attempts:
         self.release([address for address, result in self._results.items() if result.worker in unit])
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
-        """Release the slots of these nodes, if they still run on that worker: they only wait for rows that have moved
-        to other replicas."""
+        """Release the slot of each of these nodes that still runs on the worker. Such a node only waits for rows that
+        have moved to other replicas."""
         for address in addresses:
             attempt = self._attempts.get(address)
             if attempt is not None and attempt.worker == worker:

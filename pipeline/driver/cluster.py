@@ -51,7 +51,7 @@ def scheduler_extensions() -> dict[str, Any]:
 
 
 def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) -> dict[str, Any]:
-    """Return the spec of a scheduler in this process, as Dask's `SpecCluster` takes it. `port` 0: any free port."""
+    """Return the spec of a scheduler in this process, for Dask's `SpecCluster`. `port` 0: any free port."""
     return {
         "cls": Scheduler,
         "options": {
@@ -67,8 +67,9 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) 
 
 
 def dashboard_address(address: str | None) -> str:
-    """Return the dashboard's address. If the given port is taken (Dask would warn about that) or reserved for the
-    system, the port is 0: any free one. Raises ConfigError if the address is not one of this host."""
+    """Return the address, HOST:PORT, on which the dashboard will listen. `address` None: any free port of 127.0.0.1. If
+    the given port is taken (Dask would warn about that) or reserved for the system, the returned port is 0, which means
+    any free port. Raises ConfigError if the address does not belong to this host."""
     host, _, port = (address or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:

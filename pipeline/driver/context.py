@@ -40,8 +40,8 @@ class ExecutorSettings:
 
     @property
     def has_attached_workers(self) -> bool:
-        """True if `stageline worker` starts the worker processes, and not the driver. Then the driver sees no board of
-        published weights."""
+        """True if the worker processes are started by `stageline worker`, and not by the driver. The driver then sees
+        no board of published weights."""
         return self.cluster.kind == "attached"
 
 
@@ -52,8 +52,9 @@ class ExecutorEvents:
         """Called once for each node, after its commit. `outcome`: the report of rank 0 or of the replica."""
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """Called when a worker is built, before it gets work. `numerics`: facts, by name, on which the last bits of
-        the worker's results depend. If this method raises ConfigError, the build of the worker counts as failed."""
+        """Called when a worker is built, before it gets work. `numerics`: name of a fact -> its value. The last bits of
+        the worker's results depend on these facts. If this method raises ConfigError, the build of the worker counts as
+        failed."""
 
     def on_worker_replaced(self) -> None:
         """Called when the successor of a lost worker process is built."""

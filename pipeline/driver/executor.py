@@ -57,8 +57,8 @@ from storage import codec
 from storage.address import Address
 
 _MAX_CHECK_INTERVAL_S = 5.0
-"""Maximum number of seconds by which the driver's clock advances between two notices. So of the time for which the
-driver was suspended, at most this much counts against deadlines."""
+"""Maximum number of seconds by which the driver's clock advances between two notices. So if the driver is suspended, at
+most this much of the suspension counts against deadlines."""
 _PROCESSES = "all"
 """Topic on which Dask's scheduler reports processes that ended."""
 
@@ -132,6 +132,7 @@ class Executor:
 
         Raises:
             StageFailed: a stage raised, or a node or worker was lost too often.
+            ConfigError: a worker was refused because of its numerics or its host, and no other worker can do its work.
         """
         while not is_finished():
             for submit in self._dispatch.next_submits():

@@ -125,7 +125,7 @@ class GraphMarkers(SchedulerPlugin):
         self._shown[address] = task
 
     def _announce(self, new: Sequence[Address]) -> None:
-        """Announce new markers to Dask's pages, as the scheduler does with submitted tasks."""
+        """Announce new markers to Dask's pages in the way in which the scheduler announces submitted tasks."""
         tasks = [self._shown[address] for address in new]
         for plugin in list(self._scheduler.plugins.values()):
             plugin.update_graph(

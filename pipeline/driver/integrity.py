@@ -352,8 +352,9 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
 
 
 def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
-    """Return the address of a rollout -> newest version that sampled it, for each shard that has any committed output.
-    The version is None if the rollout's own commit is lost or damaged."""
+    """Return address of a shard of rollouts -> newest version of the weights that sampled the shard. Shards without any
+    committed output are left out. The version is None if the commit of the rollouts themselves is lost or
+    damaged."""
     newest: dict[Address, int | None] = {}
     for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
         try:

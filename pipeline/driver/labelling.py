@@ -64,8 +64,8 @@ class _Judge(Protocol):
 
 
 def label_responses(config: LabelConfig, source: RunConfig | None, console: Console) -> dict[str, Any]:
-    """Label the responses, write the pairs, and return the summary. `source`: the run of `responses.run`; None if the
-    responses come from elsewhere.
+    """Label the responses, write the pairs, and return the summary. `source`: config of the run that `responses.run`
+    names; None if the responses come from elsewhere.
 
     Raises:
         ConfigError: the config cannot work; the judge was not asked.
@@ -193,8 +193,8 @@ def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
     """Return the summary: numbers of prompts, responses and pairs, number of dropped pairs by reason, and the file.
-    `orders_agree`: fraction of the kept pairs whose chosen response a pairwise judge prefers in both orders; None if no
-    pair was judged in both orders."""
+    `orders_agree`: a fraction of the kept pairs that were judged in both orders. In these pairs the judge preferred the
+    same response in both orders. None if no pair was judged in both orders."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -225,7 +225,8 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file. Only a newline ends a line: texts may contain other separators (U+0085, U+2028)."""
+    """Return the rows of a file, or an empty list if the file does not exist. Only a newline ends a line: texts may
+    contain other separators (U+0085, U+2028)."""
     if not file.exists():
         return []
     with file.open(encoding="utf8") as lines:
@@ -274,8 +275,8 @@ def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candida
 
 
 def candidates_of_file(config: LabelConfig) -> list[Candidates]:
-    """Return the candidates in a file whose rows have a prompt and a list of responses. Raises ConfigError that names
-    file, line and field."""
+    """Return the candidates in a file whose rows have a prompt and a list of responses. Raises ConfigError if the file
+    or a row cannot be used. The error names the file and, for a row, its line and field."""
     source = config.responses
     assert source.url is not None
     try:

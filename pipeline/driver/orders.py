@@ -3,12 +3,13 @@
 The driver waits for the device orders only. The run does not depend on the other orders: a worker that needs a version
 fetches it by itself, and rows that are not sent stay where they are.
 
-    a version is published ──► fetch ──► readers on other hosts copy it, before they need it
-                           └─► take ───► replicas whose engines update in flight load it for the rows that they have
-    no open node reads it ───► release ► other hosts remove their copies; a worker that is built later gets the
-                                         list of these versions
-    the run ends ────────────► remove ─► other hosts remove their boards (with attached workers, the publisher's host
-                                         too, since the driver sees no board)
+    a version is published ──────────► fetch ──► readers on other hosts copy the version before they need it
+                           └─────────► take ───► under `rollout.versions: inflight`, replicas load the version and go
+                                                 on with it in the rows that they are sampling
+    no open node reads the version ──► release ► other hosts remove their copies; a worker that is built later gets a
+                                                 list of all released versions
+    the run ends ────────────────────► remove ─► other hosts remove their boards (with attached workers, the
+                                                 publisher's host too, since the driver sees no board)
 
     replicas ──report their rows──► MigrationPlanner ──moves──► orders to the source replicas
     a shard whose rows have all moved away gives up its slot
@@ -45,7 +46,8 @@ from storage.address import Address
 
 
 def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
-    """Return how a worker of this gang exchanges weights with other hosts. None if it reads and publishes none."""
+    """Return how a worker of this gang exchanges weights with other hosts. None if the gang neither reads nor publishes
+    weights, or if the run publishes none."""
     cluster, settings, boards = context.cluster, context.settings, context.settings.boards
     if not boards or context.gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
         return None

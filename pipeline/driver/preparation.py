@@ -188,7 +188,7 @@ class NumericsWatch:
         difference.
 
         Raises:
-            ConfigError: they differ, under `refuse`.
+            ConfigError: the numerics or the software differ, and `cluster.same_numerics` is `refuse`.
         """
         if not numerics:
             return
@@ -215,8 +215,8 @@ class NumericsWatch:
         write_identity(self._run_dir, self._identity)
 
     def _report_engine(self, device: Device) -> None:
-        """Report the engine's capabilities on a device, and the properties of the run that they leave unproven. Each
-        text is reported once."""
+        """Report the engine's capabilities on a kind of device, and the guarantees that the run lacks there. The same
+        capabilities are reported only once."""
         line, missing = engine_line(self._config, device), unproven_guarantees(self._config, device)
         if line in self._engines:
             return

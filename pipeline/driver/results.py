@@ -265,8 +265,8 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
 
 
 def draw_plots(config: RunConfig, history: History) -> list[Path]:
-    """Draw the learning curves and the stage timeline as PNG files in the run's directory, and return their paths. The
-    timeline's file is not written if no node has run."""
+    """Draw the learning curves and the stage timeline as PNG files in the run's directory, and return both paths. If no
+    node has run, the timeline's file is not written, but its path is returned too."""
     paths = RunPaths(config.run_dir)
     # imported late, since matplotlib takes a second
     plots: Any = importlib.import_module("pipeline.observe.plots")

@@ -3,8 +3,8 @@
     rollouts: 0 ········ 29 │ 30 ·············· 44 │ 45 46 47
               arrays gone   │ kept: a recovery may │ in the window
                             │ train on them again  └─ finished_until
-                            └─ `first_step_to_keep`: the older of the last two versions with sound checkpoints of all
-                               trained models, both no newer than the oldest version that an open node may read
+                            └─ `first_step_to_keep`: no recovery begins at a checkpoint of an older version, and at
+                               least `storage.keep.rollouts` finished steps are kept
 
     ledger:   0 ···· 15 │ 16 ···· 31 │ 32 ··· 44 45 46 47
                 closed  │    open    │  over ─┘   └─ in the window

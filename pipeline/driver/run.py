@@ -122,7 +122,9 @@ def run(
             refused, because of the worker's numerics or its host.
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         StoreError: the stored data is inconsistent; nothing was started.
-        AppendFailed: the journal or the tracking spool could not be written. For other files: OSError.
+        AppendFailed: the journal or the tracking spool could not be written.
+        StoreRefused: the file system refuses access to the stored data.
+        OSError: another file could not be written.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP. Commits stay, and `resume` continues from them.
         TerminatedEarly: like KeyboardInterrupt, but without a summary.
     """
@@ -397,8 +399,8 @@ class _Driver(ExecutorEvents):
         self._flow.on_node_done(node)
 
     def on_worker_replaced(self) -> None:
-        """Clean up after a dead worker, whose replacement is up: release the versions that it still held, and move what
-        it had committed into place."""
+        """Clean up after a dead worker process, now that its replacement is up: release the versions of the weights
+        that the dead process still held, and move the files that it had committed into place."""
         if self._unread_versions is not None:
             self._unread_versions.release_unleased()
         self._history.store.recover(discard=False)

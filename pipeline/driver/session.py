@@ -37,7 +37,8 @@ _BLOCKING_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENO
 
 @contextmanager
 def refuse_unwritable_directory(config: RunConfig) -> Iterator[None]:
-    """Raise ConfigError if this block, which makes the first writes into a run's directory, cannot write there."""
+    """Return a context for the first writes into a run's directory. If one of them fails because the directory cannot
+    be written, the context raises ConfigError."""
     try:
         yield
     except StoreRefused as error:

@@ -15,8 +15,8 @@ others. A worker whose heartbeats stop while it is built is lost.
 
 A unit is given up if it cannot be built, or is lost `cluster.attempts` times without finishing a node. This ends the
 run, with one exception: a replica is left out if another replica of its pool is up or still being built. The pool goes
-on without this replica. The driver tries to build it again after every `cluster.start_timeout_s`, or, if it was too
-late, as soon as its process joins.
+on without this replica. If the replica was left out because it was not built in time, the driver builds it again as
+soon as its process joins. Otherwise the driver tries again after every `cluster.start_timeout_s`.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class HeartbeatWatch:
         self._last_heartbeats: dict[str, tuple[float, float]] = {}
 
     def silent_seconds(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
-        """Return the seconds since each process's last new heartbeat, by name. `heartbeats`: the latest heartbeat of
-        each process, by name."""
+        """Return name of a process -> seconds since its latest heartbeat was first seen. `heartbeats`: name of a
+        process -> time of its latest heartbeat."""
         before = self._last_heartbeats
         self._last_heartbeats = {
             name: before[name] if name in before and before[name][0] == heartbeat else (heartbeat, now)
@@ -243,7 +243,8 @@ class Supervision:
         """Start with no workers.
 
         Args:
-            mirror: returns how a gang's workers exchange weights with other hosts.
+            mirror: takes the name of a gang, and returns how the gang's workers exchange weights with other hosts.
+                Returns None if they do not.
             on_down: called with (worker, suspect) when a worker must get no more work, because it is a suspect or its
                 restart unit is about to be killed.
             on_built: called with (worker, numerics) before a worker gets work. If it raises ConfigError, the worker
@@ -271,7 +272,7 @@ class Supervision:
         return address
 
     def addresses(self) -> dict[str, str]:
-        """Return the Dask addresses of the workers that are built, by name."""
+        """Return name of a worker -> its Dask address, for all workers that are built."""
         return {w.spec.name: w.address for w in self._workers.values() if w.address is not None}
 
     def is_present(self, worker: WorkerKey, incarnation: int) -> bool:
@@ -302,8 +303,9 @@ class Supervision:
         errors: Mapping[int, BaseException],
         further: Mapping[str, str] = MappingProxyType({}),
     ) -> StageFailed:
-        """Return the StageFailed that ends the run. It names one of `errors` (by rank or replica index), if possible an
-        error that is not in `PEER_ERRORS`."""
+        """Return the StageFailed that ends the run. Its text is `subject`, followed by the text of one of `errors`. If
+        possible, this error is not in `PEER_ERRORS`. `errors`: rank or index of the replica -> its error. `further`:
+        label -> further text to show."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
         failed = StageFailed(

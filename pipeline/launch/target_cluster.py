@@ -161,8 +161,8 @@ def _first_fit(
     fit.
 
     Each group is put on the first node with room. A gang that shares devices prefers the nodes of the gangs with which
-    it shares them. Cores are used by several workers only if all are in use. The same holds for GPUs with
-    `placement.oversubscribe`."""
+    it shares them. If no core is free, several workers use the same cores. With `placement.oversubscribe`, the same
+    holds for GPUs."""
     placement, per_node = config.placement, num_gpus or cluster.cores
     sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}

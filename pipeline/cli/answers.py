@@ -132,8 +132,8 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
 
 SUCCESS = 0
 BAD_INPUT = 2
-"""A command was refused before it started anything, because a config, an argument, or a directory or its content
-cannot be used. It is also the exit code if `check RUN` finds faults in the run, or `doctor` finds one in the machine.
+"""A command was refused before it started anything, because it cannot use a config, an argument, a directory, or a file
+in the directory. It is also the exit code if `check RUN` finds faults in the run, or `doctor` finds one in the machine.
 """
 STAGE_FAILED = 3
 """A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. Some
@@ -199,7 +199,7 @@ def read_submitted_config(run_dir: str) -> RunConfig:
 
 
 def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the result of `read_saved_config`, for a run whose code or weights this process will use.
+    """Return the result of `read_saved_config`. To be called if this process will use code or weights of the run.
 
     Raises:
         ConfigError: another account can change the run's directory, or `read_saved_config` raised it.

@@ -119,8 +119,9 @@ def evaluate_model(path: str, config: RunConfig) -> EvaluatedModel:
 
 
 def _check_token_ids(config: RunConfig, path: str) -> None:
-    """Raise ConfigError for the token ids in the config if the model at `path` has another vocabulary than the model of
-    `model.path`."""
+    """Raise ConfigError if the config gives token ids, and the model at `path` has another vocabulary than the model of
+    `model.path`. The ids are `sampling.suppress_token_ids` and `model.eos_token_ids`. If there is no tokenizer at
+    `path`, nothing is checked."""
     ids_by_name = {
         "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
         "model.eos_token_ids": config.model.eos_token_ids,
@@ -148,8 +149,8 @@ def _load_model(path: str, config: RunConfig) -> Any:
 
 
 class _Model:
-    """A causal language model of transformers, with tokens drawn as in Stageline's engines. Implements
-    `stages.generate.Sampler`."""
+    """A causal language model of transformers. Its tokens are drawn by the function that Stageline's engines use.
+    Implements `stages.generate.Sampler`."""
 
     def __init__(self, model: Any, eos_ids: tuple[int, ...], max_rows: int) -> None:
         self._model, self._eos_ids, self._max_rows = model, eos_ids, max_rows

@@ -139,7 +139,8 @@ def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
 
 
 def _missing_values(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
-    """Return an array for all rows of `num_steps` steps, filled with the store's value for missing elements."""
+    """Return an array for all rows of `num_steps` steps, filled with the store's value for missing elements. `array`:
+    stored array of one shard, which gives the type and the further dimensions."""
     fill: Any = {"f": np.nan, "i": -1}.get(array.dtype.kind, False)
     return np.full((num_steps, num_rows, *array.shape[1:]), fill, array.dtype)
 
@@ -198,8 +199,8 @@ def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decod
 
 
 def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
-    """Return the names of the columns for the parts of the score and for the disagreements. They are the same in all
-    scored steps."""
+    """Return the names of the columns for the parts of the score and for the disagreements. The names are the same in
+    all scored steps. Empty if none of these steps is scored."""
     for step in steps:
         commit = history.ledger.find(Address("score", step, 0))
         if commit is not None:

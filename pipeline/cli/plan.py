@@ -113,8 +113,8 @@ def _read_inputs(
 
 
 def _with_predictions(plan: Plan) -> RunConfig:
-    """Return a plan's config with the predicted seconds of a step and of its stages. The summary of its run compares
-    them with the measured seconds."""
+    """Return a plan's config with the predicted seconds of a step and of its stages. The summary of a run with this
+    config compares the predicted seconds with the measured seconds."""
     by_stage = {stage: seconds / STEPS for stage, seconds in plan.played.stage_s.items() if seconds}
     predicted = {"step": plan.played.mean_s, **by_stage}
     return replace(plan.config, predicted_s={name: float(f"{seconds:.4g}") for name, seconds in predicted.items()})

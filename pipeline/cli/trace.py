@@ -78,7 +78,7 @@ def traced_gang(config: RunConfig, gang: Gang) -> TracedGang:
 
 
 def predicted_bytes(gang: TracedGang, stage: int) -> dict[str, int]:
-    """Return the predicted bytes of the first rank of a stage, for the rows that the trace runs. The keys are:
+    """Return the predicted bytes of the first rank of a pipeline stage, for the rows that the trace runs. The keys are:
 
     - DEVICE: all memory on the rank's GPU
     - HOST: host memory for a publication

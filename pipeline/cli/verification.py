@@ -108,7 +108,7 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
 
 
 def check_plain_readers(run: RunContent) -> Answer:
-    """Check that a plain Zarr reader finds every committed array, with the committed numbers."""
+    """Check that a plain Zarr reader finds every committed array, and reads the committed values from it."""
     stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
     faults = dict.fromkeys(fault for commit in stored for fault in run.history.store.plain_faults(commit))
     return f"{sum(len(commit.arrays) for commit in stored)} arrays", list(faults)
@@ -430,8 +430,8 @@ class Verification:
 def verify_run(config: RunConfig) -> Verification:
     """Check a run's directory, and return the results of all proofs.
 
-    Committed arrays are read twice: as Stageline reads them, and as a plain Zarr reader does. Checkpoints and exports
-    are read too."""
+    Committed arrays are read twice: by Stageline's own reader, and by a plain Zarr reader. Checkpoints and exports are
+    read too."""
     history, paths = open_history(config), RunPaths(config.run_dir)
     damaged: dict[Address, str] = {}
     commits: list[Commit] = []

@@ -131,8 +131,8 @@ class WithoutProgress:
 
 
 def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
-    """Evaluate the rules that are switched on and whose metrics this step has, and return them. `staleness`: the bound,
-    in versions."""
+    """Evaluate the rules that are switched on and whose metrics this step has, and return them. `staleness`: the run's
+    staleness bound, in versions."""
     rules = []
     stale = metrics.get("staleness/mean")
     if limits.staleness_steps is not None and stale is not None and staleness > 0:

@@ -152,7 +152,8 @@ def next_driver_number(run_dir: Path) -> int:
 
 def _read_number(count: Path) -> int:
     """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. Returning 0 is safe:
-    the newest scheduler file counts too, and a repeated number only repeats a file name."""
+    `next_driver_number` also looks at the newest scheduler file, and if two drivers have the same number, only the
+    names of their files are equal."""
     try:
         return int(count.read_text())
     except (FileNotFoundError, ValueError):

@@ -370,7 +370,7 @@ class Attempts:
 
     def _on_abandoned_end(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
         """Handle the end of an abandoned attempt. With an outcome the node is done, whichever attempt committed first.
-        Its worker is alive, and gets work again once it has no abandoned attempts left."""
+        The attempt's worker is alive, and gets work again once it has no abandoned attempts left."""
         node, abandoned = attempt.submit.node, self._abandoned[worker]
         del abandoned[node.address]
         if not abandoned:

@@ -83,7 +83,7 @@ _Notice = _FutureEnded | _ProcessEnded | JoinRefused | Report
 
 
 class Executor:
-    """Owns the futures of a run from `start` to `close`, through its parts."""
+    """Owns the futures of a run from `start` to `close`. The parts of the executor hold these futures."""
 
     def __init__(
         self,

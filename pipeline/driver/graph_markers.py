@@ -49,10 +49,10 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return node address -> wanted marker, parents before children, for the window and the `staleness` + 1 steps
-    before it: the window's generation depends on the publications of these steps. The oldest steps are left out if
-    there would be more than `MAX_MARKERS`. Empty if the window alone has more nodes than that. `admitted`: the first
-    step after the window."""
+    """Return node address -> wanted marker, parents before children. The nodes are those of the window, and of the
+    `staleness` + 1 steps before it, because the window's generation depends on the publications of these steps. The
+    oldest steps are left out if there would be more than `MAX_MARKERS` markers. Empty if the window alone has more
+    nodes than that. `admitted`: the first step after the window."""
     if not statuses or len(statuses) > MAX_MARKERS:
         return {}
     shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)
@@ -198,7 +198,7 @@ stages would share a colour with other stages."""
 
 
 def task_key(address: Address, attempt: str | None = None) -> tuple[object, ...]:
-    """Return the key of an attempt at a node. `attempt`: its name, for all but the first attempt."""
+    """Return the key of an attempt at a node. `attempt`: name of the attempt; None for the first attempt."""
     name = _NAMES.get(address.stage, address.stage)
     key = f"{name}-{address.step:06d}", address.shard
     return key if attempt is None else (*key, attempt)

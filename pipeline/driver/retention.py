@@ -46,8 +46,8 @@ def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int
 
 
 def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: Collection[int]) -> int:
-    """Return the first step whose rollouts must stay. They are needed after the loss of a trainer, to publish a version
-    again, after damage to a checkpoint, and for `resume --from-checkpoint`.
+    """Return the first step whose rollouts must stay. Rollouts are needed after the loss of a trainer, after damage to
+    a checkpoint, when a version is published again, and for `resume --from-checkpoint`.
 
     Nodes from step `finished_until` on read versions from `finished_until - spec.staleness` on. To make the oldest of
     these versions again, a recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the

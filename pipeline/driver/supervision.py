@@ -139,7 +139,8 @@ def back_off_s(times: int) -> float:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class name and the text of an error, of rank 0 or another rank."""
+    """Return the class name and the text of an error. For a `RankError`, return the class name and the text of the
+    error that the rank raised."""
     if isinstance(error, RankError):
         return f"{error.name}: {error.text}"
     return f"{type(error).__name__}: {error}"

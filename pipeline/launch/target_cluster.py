@@ -142,7 +142,7 @@ class _Group:
 
 
 def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
-    """Return the index of each worker's node. Return a group for which there is no room if the workers do not fit.
+    """Return the index of each worker's node. If the workers do not fit, return a group for which there is no room.
 
     Groups are placed in the order of their gangs, the largest gang first. If this fails, they are placed again in order
     of their own size, the largest first."""
@@ -157,8 +157,8 @@ def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> 
 def _first_fit(
     config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
 ) -> dict[Worker, int] | _Group:
-    """Return the index of each worker's node. Return the first group for which there is no room if the workers do not
-    fit.
+    """Return the index of each worker's node. If the workers do not fit, return the first group for which there is no
+    room.
 
     Each group is put on the first node with room. A gang that shares devices prefers the nodes of the gangs with which
     it shares them. If no core is free, several workers use the same cores. With `placement.oversubscribe`, the same

@@ -7,8 +7,8 @@ rank. Its sums may therefore differ in the last bits, and the printed result say
 
 `stageline replay RUN --updates A:B`: run updates A to B - 1 of all trained models again, from the stored rollouts.
 
-    start weights, or the newest checkpoint at or before A ──► updates to A ──► update A ──► ... ──► update B - 1
-                                                                                 └ its digest beside the committed one
+    start weights, or the newest checkpoint of version A or older ──► version A ──► update A ──► ... ──► update B - 1
+                                                                                    └ digest beside committed digest
 
 First all updates of one model are run, then all updates of the other model. This is possible because every input of an
 update (rollouts, advantages, values, log-probs) is stored. Last bits may differ for a gang of several ranks, and on

@@ -1,9 +1,9 @@
 """`stageline sweep CONFIG... key=value,value...`: start one run for each combination of values.
 
-With Slurm the runs are submitted, as one job array if possible. Otherwise they run on this host one after the other.
-All runs are in one MLflow experiment, below a parent run that lists the settings in which they differ. If the same
-command is called again, it continues the runs that are not done and have no job. The functions at the top are pure, and
-find the combinations.
+With Slurm the runs are submitted, as one job array if possible. Without Slurm, or with `--here`, they run on this host
+one after the other. All runs are in one MLflow experiment, below a parent run that lists the settings in which they
+differ. If the same command is called again, it continues the runs that are not done and have no job. The functions at
+the top are pure, and find the combinations.
 """
 
 from __future__ import annotations

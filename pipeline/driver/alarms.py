@@ -1,7 +1,7 @@
 """Alarms of a run: rules find them, `Alarms` reports them to the journal, the display and MLflow, and may end the run.
 
-    a step's metrics ──► violated rules ──► steps in a row ──► enough: an alarm ──┬─► journal, display, MLflow's tags
-    workers without progress ──► since when ──► too long: an alarm ───────────────┴─► listed in `alarms.stop`: run ends
+    metrics of a step ──► violated rules ──► steps in a row ──► limit: alarm ─┬─► journal, display, MLflow's tags
+    gang or worker without progress ──► seconds ──► limit: alarm ─────────────┴─► listed in `alarms.stop`: run ends
 
 The rules are pure functions, without clock or I/O. A rule that stays violated raises no second alarm. It can raise one
 again after a step at which it was not violated. A step without the rule's metric does not change the count.

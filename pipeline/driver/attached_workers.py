@@ -1,11 +1,11 @@
 """Workers on any hosts: the driver starts only the scheduler, and `stageline worker` joins from other hosts.
 
-    scheduler file (address, certificate) ──► `stageline worker` ──joins──► WorkerRegistry ──► its nanny joins Dask
+    scheduler file (address, certificate) ──► `stageline worker` ──joins──► WorkerRegistry ──► worker's nanny joins Dask
 
 `WorkerRegistry` decides who may join, in the scheduler's thread. `pipeline/workers/attached.py` has the worker's side.
 
     JoinRequest ──► does the run wait for this worker? ──► is its host fit? ──► free GPUs ──► joined
-                          │ no: refused, a warning                │ no: refused; the run leaves it out, or ends
+                          │ no: refused, a warning                │ no: refused; the run leaves out the worker, or ends
 """
 
 from __future__ import annotations

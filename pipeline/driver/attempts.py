@@ -14,10 +14,10 @@ their part. A rank that raises reports its error at once, by itself.
 A parent's future becomes a Dask dependency in two cases: the parent is still running (a node of mode FREE,
 `graph.Mode`, is submitted before its parents are done), or its result lies in the process that runs the child. In all
 other cases Dask would fetch the result, and wait for ever for a process that is stopped or does not release its
-interpreter lock. It would also compute lost results again with all their ancestors. Neither is needed: Dispatch keeps
-the order, and the output is in the store. In every `MAX_LINEAGE`-th step, results of other steps are not passed.
-Otherwise Dask would hold every task of the run, since it keeps all ancestors of a task that it keeps. If a parent
-raises, Dask raises the same error in a dependent child, before the child begins.
+interpreter lock. Dask would also compute lost results again with all their ancestors. The run needs no such dependency:
+Dispatch keeps the order, and the output is in the store. In every `MAX_LINEAGE`-th step, results of other steps are not
+passed. Otherwise Dask would hold every task of the run, since it keeps all ancestors of a task that it keeps. If a
+parent raises, Dask raises the same error in a dependent child, before the child begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The run's page on Dask's dashboard, and our versions of two of Dask's own pages.
 
     GET /stageline             the page (observe.graph_page)
-    GET /stageline/view        its changing part, once a second while a browser shows the page
+    GET /stageline/view        the page's changing part, once a second while a browser shows the page
     GET /stageline/logs/NAME   the end of a worker's log
     /graph                     only the markers, with a column per step and a row per stage. Dask's page would put each
                                task one column to the right of its dependencies, and all tasks without dependencies into

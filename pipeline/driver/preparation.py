@@ -9,7 +9,7 @@
     resume   ──► unchanged? ──no, in a way that is not allowed──► refused, naming the difference
                      │ yes, or in an allowed way
                      └► the changes are written and reported
-    a worker is built ──► compare its numerics with those that its gang's workers have had
+    a worker is built ──► compare its numerics with the numerics that earlier workers of its gang had
                           (first worker of a gang ever: compare its software with the driver's)
 
 A node may run on any worker of its gang, so all workers of a gang must compute the same bits. Different gangs may run

@@ -1,8 +1,9 @@
 """Assign GPUs to workers before anything starts, so that no two workers share a GPU by accident.
 
-Each rank of a gang needs one GPU. Each replica of the engine needs as many as it has ranks. Each scoring worker needs
-one if rewards have models and the gang's `device` is auto (`Gang.gpus`). A *unit* is placed together: the ranks of a
-gang on one host, or one replica. Two ranks of a unit never share a GPU, because NCCL would refuse that.
+Each rank of a gang needs one GPU. Each replica of the engine needs one GPU per rank of the replica. Each scoring worker
+needs one if rewards have models and the gang's `device` is auto (`Gang.gpus`). A *unit* is a set of processes that are
+placed together: all ranks of a gang on one host, one replica of the engine, or one scoring worker. Two ranks of a unit
+never share a GPU, because NCCL would refuse that.
 
                 GPU     0    1    2    3
     train (4 ranks)     0    1    2    3                        the larger units first, each on GPUs of its own
@@ -128,8 +129,8 @@ def devices_of_joining_worker(
 
     Args:
         visible_gpus: identities of the GPUs that the worker sees. Two workers may see the same GPU.
-        workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if all its
-            users are of gangs that share devices with this worker's gang.
+        workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if its
+            only users, if any, belong to gangs that share devices with this worker's gang.
         share: `placement.oversubscribe`. If it is True and too few GPUs are free, the worker also uses GPUs of other
             gangs.
     """
@@ -160,8 +161,9 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide the units of a host. Return the units that get GPUs of their own, and one pair for each gang that uses the
-    GPUs of another gang, its leader: (name of the leader, units of the gang that uses the leader's GPUs)."""
+    """Divide the units of a host into units that get GPUs of their own, and units of gangs that use the GPUs of another
+    gang, their leader. Return two lists: the units of the first kind, and for each gang with a leader the pair (name of
+    the leader, units of the gang)."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
@@ -175,8 +177,8 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return worker -> indices of its GPUs, for the workers of a gang that uses the GPUs of another gang, its
-    leader."""
+    """Return worker -> indices of its GPUs, for the units `following`. Their gang uses the GPUs that `assigned` gives
+    to the workers of the gang `leader`."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:

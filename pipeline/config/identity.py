@@ -6,10 +6,10 @@
     reward models  digests of their files, by key path of their arguments    the same files, in the same place
     prompts        digest of their tokens and fields, evaluated prompts too  the same prompts
     software       versions of software that results depend on, to the bit   the same, or `cluster.same_numerics: warn`
-    numerics       of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
+    numerics       processor, compiler and kernels of each gang's workers    as for software, whenever a gang is built
 
-A driver that finds an allowed difference appends a statement. Nothing is ever removed. So the file tells under which
-configs and on which numerics each commit was made.
+A driver that finds an allowed difference appends a `Statement`, which records the new config and software. Nothing is
+ever removed. So the file tells under which configs and on which numerics each commit was made.
 
 The lists at the top name the settings that may change when a run is resumed. No other setting may change:
 
@@ -99,7 +99,7 @@ class Change:
 
 
 def config_sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
-    """Return a config as nested sections and keys, with the values that JSON has for them (enums as text)."""
+    """Return a config as nested dicts of sections and keys. All values are JSON values (enums as text)."""
     content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return dict(json.loads(json.dumps(content)))
 
@@ -133,7 +133,8 @@ def has_no_effect(key: str, config: RunConfig) -> bool:
 
 
 def change_problems(before: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each change that keeps a run recorded as `before` from being resumed as `config`."""
+    """Compare the recorded config of a run (`before`) with the config with which it is to be resumed. Yield a problem
+    for each change that is not allowed."""
     pools = {gang.name for gang in config.gangs() if not gang.is_ordered}
     for change in config_changes(before, config_sections(config)):
         key = change.key
@@ -190,8 +191,8 @@ _WAY_ON = "Put it back, or remove it: a run whose commits are all of its config 
 @dataclass(frozen=True)
 class Statement:
     """A driver's record of the config and the software of a run. The first statement is written when the run starts.
-    Another is appended when the run is resumed, if config or software have changed or the run continues from a
-    checkpoint whose later commits were archived."""
+    Another is appended when the run is resumed, if config or software have changed, or if the run continues from a
+    checkpoint and the commits after it were archived."""
 
     time: float
     """Seconds since the epoch."""
@@ -286,7 +287,7 @@ def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change
 
 
 def differences(stated: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
-    """Return the items in which two mappings differ, each with both values."""
+    """Return a text for each item in which two mappings differ. The text has both values."""
     names = sorted(stated.keys() | present.keys())
     return [
         f"{name}: {present.get(name, 'none')} (was {stated.get(name, 'none')})"

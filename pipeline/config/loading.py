@@ -620,9 +620,9 @@ def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, st
 
 
 def config_hash(config: RunConfig) -> str:
-    """Return a digest of all settings that decide what is computed. A run is continued in a directory only if the
-    directory's run has the same digest. `identity.py` lists the settings that are left out. Secrets are left out too:
-    they may be replaced, and a public digest could help to guess them."""
+    """Return a digest of all settings that decide what is computed. Commits store it, and `check_run_directory`
+    recognises by it that a directory holds a run with another config. `identity.py` lists the settings that are left
+    out. Secrets are left out too: they may be replaced, and a public digest could help to guess them."""
     stated = flatten_sections(redacted(config_sections(config)))
     content = {key: value for key, value in stated.items() if not has_no_effect(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

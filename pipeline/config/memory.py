@@ -256,7 +256,7 @@ def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
 
 
 def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str]) -> list[HostMemory]:
-    """Return the predicted memory of every host that has workers. The driver is on the first one."""
+    """Return the predicted memory of every host that has workers. The driver is on the first host."""
     gangs = {gang.name: gang for gang in run.config.gangs()}
     alternating = {name for group in run.config.placement.device_sharing for name in group}
     memory = []

@@ -49,8 +49,8 @@ class RunPaths:
 
     @property
     def variant(self) -> Path:
-        """File of a variant. It names the parent run, on whose rollouts the variant was trained, and the settings that
-        differ."""
+        """File of a variant (a run that is trained on the rollouts of another run, its parent). It names the parent,
+        and the settings in which the two runs differ."""
         return self.root / "variant.json"
 
     @property
@@ -90,12 +90,13 @@ class RunPaths:
         return self.root / "job"
 
     def weights(self, version: int) -> Path:
-        """The Hugging Face export of a version."""
+        """Return the directory of a version's Hugging Face export."""
         return self.root / "weights" / f"v{version:06d}"
 
     def board(self, weights_dir: str | None) -> Path:
-        """The directory of published weights, in /dev/shm (memory) unless `weights_dir` is given. Its name follows from
-        the path of the run's directory, so that a resumed run finds the files from before a crash."""
+        """Return the directory of published weights. It is below `weights_dir`, or below /dev/shm (memory) if
+        `weights_dir` is None. Its name depends only on the path of the run's directory, so that a resumed run finds the
+        files from before a crash."""
         name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
         return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"
 
@@ -106,14 +107,14 @@ MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|beegfs\w*|ceph|cifs|smb\d?|9p|afs|pvfs2|orangefs|wekafs|panfs|glusterfs|gfs2|ocfs2|virtiofs|fuse\..*"
 )
-"""Types of filesystems that several hosts can mount at once. `fuse.*` counts too: a program serves such a filesystem,
-mostly from another host."""
+"""Pattern of the types of filesystems that several hosts can mount at once. `fuse.*` is included, because the program
+that serves such a filesystem mostly gets the files from another host."""
 
 
 def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
     """Return the type of the filesystem that a path is on, if several hosts can mount a filesystem of this type at
-    once. Otherwise, or if the system does not tell, return None. The path need not exist yet. `mounts`: the text of
-    /proc/self/mountinfo."""
+    once. Otherwise return None. Also return None if the system has no /proc/self/mountinfo. The path need not exist
+    yet. `mounts`: the text of /proc/self/mountinfo; None: the file is read."""
     if mounts is None:
         mounts = MOUNTS.read_text("utf8", "replace") if MOUNTS.is_file() else ""
     resolved = path.resolve()
@@ -142,7 +143,7 @@ matter who wrote it. This is no config key, because the config is itself in the 
 def refuse_foreign(run_dir: Path) -> None:
     """Raise ConfigError if another account can change a run's directory or files in it that this process would execute.
     The error names the file and a remedy. If the directory does not exist yet, the directories above it are checked.
-    Nothing is checked in a directory of `TRUSTED`."""
+    Nothing is checked if the run's directory is one of the directories that `TRUSTED` lists, or below one of them."""
     trusted = [Path(one).resolve() for one in os.environ.get(TRUSTED, "").split(os.pathsep) if one]
     if any(run_dir.resolve().is_relative_to(one) for one in trusted):
         return

@@ -95,7 +95,8 @@ def gang_of_role(placement: PlacementConfig, role: Role) -> str:
 def placed_gangs(
     placement: PlacementConfig, *, critic: bool, replica_ranks: int = 1, scoring_models: bool = False
 ) -> list[Gang]:
-    """Return the gangs with the roles placed on them, and the GPUs that their workers need.
+    """Return the gangs. Each has the roles that are placed on it, and the number of GPUs that each of its workers
+    needs.
 
     Args:
         critic: True if a critic is trained. Otherwise its role is left out, and so are gangs without another role.

@@ -653,8 +653,9 @@ def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> tuple[PromptTable, str | None]:
-    """Return (a run's prompts, None). If its saved prompts are damaged, return the prompts of their source, and a
-    description of the damage instead of None."""
+    """Return two values: a run's prompts, and None. The prompts are read from the file `saved`, or from their source if
+    `saved` is None. If the saved prompts are damaged, return the prompts of the source, and a description of the
+    damage."""
     if saved is None:
         return _read_prompts(config, tokenizer), None
     try:

@@ -51,8 +51,9 @@ def _config(kind: type, shown: dict[type, str]) -> Iterator[str]:
 
 
 def _table(section: Any, prefix: str, shown: dict[type, str], sections: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield the lines of a section's table. `shown`: class of a section that has its table already -> key path of that
-    table. `sections`: collects the inner sections, for tables of their own; None: their keys stand in this table."""
+    """Yield the lines of a section's table. `shown`: class of each section whose keys have been written -> the
+    section's key path. `sections`: a dict to which the inner sections are added (key path -> section), so that they get
+    tables of their own; None: the keys of inner sections are in this table."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     yield from _rows(section, prefix, shown, sections)
     yield ""
@@ -80,8 +81,8 @@ def _rows(section: Any, prefix: str, shown: dict[type, str], sections: dict[str,
 
 
 def _in_mapping(hint: Any) -> Any:
-    """Return the section, with its defaults, that a mapping of this type holds under each name. Return None if the
-    mapping holds plain values."""
+    """Return a section with default values, of the class that a mapping of type `hint` holds under each name. Return
+    None if the mapping holds plain values."""
     kind = get_args(hint)[1]
     return kind() if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 

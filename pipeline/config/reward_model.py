@@ -44,7 +44,7 @@ class ScorerConfig:
     further."""
 
     path: str = "???"
-    """A directory in Hugging Face layout (a family of `stages.models.spec`), or `random:tiny`."""
+    """A directory in Hugging Face layout, with a model of a family in `stages.models.spec`; or `random:tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward; master weights are float32."""
     blocks: int | None = setting(None, at_least(1))
@@ -83,7 +83,7 @@ class RewardModelConfig:
     threads: int = setting(1, at_least(1))
     """CPU threads of each rank."""
     collective_timeout_s: float = setting(600.0, above(0, " seconds"))
-    """Seconds after which a rank that is missing from a collective ends the training."""
+    """Seconds that ranks wait in a collective for a missing rank. After that the training ends."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
@@ -221,8 +221,8 @@ def labelling_problems(config: LabelConfig) -> Iterator[Problem]:
 
 
 def _unread_problems(config: LabelConfig) -> Iterator[Problem]:
-    """Yield a problem for each given setting that nothing reads, because it belongs to another source of responses
-    (`responses.run`, `url` or `model`) than the given source."""
+    """Yield a problem for each setting that is given but not read. Each of these settings belongs to one source of
+    responses (`responses.run`, `url` or `model`), and the config gives another source."""
     responses, of_kind = (
         config.responses,
         {"run": ("last_steps",), "url": ("prompt", "responses"), "model": ("per_prompt",)},

@@ -80,8 +80,9 @@ def read_parts(config: RewardModelConfig) -> TrainingParts:
 
 
 def _check_teacher(config: RewardModelConfig, key: str, path: str, student: ModelSpec) -> None:
-    """Raise ConfigError if a teacher is not a reward model, or cannot score the student's rows, token by token, in the
-    training's layout."""
+    """Raise ConfigError if a teacher is no usable reward model. Also raise it if the teacher's context is shorter than
+    `data.max_tokens`, if its vocabulary is smaller than the student's or has other tokens, or if the training's layout
+    cannot divide the teacher."""
     spec = read_model(key, path)
     wrong = head_problem(path, spec)
     if not is_classifier(path) or tensor_shape(path, SCORE_WEIGHT) is None:

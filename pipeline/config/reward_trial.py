@@ -21,8 +21,8 @@ from storage.records import FinishReason, Rollout
 COSTLY = frozenset({"ensemble", "judge", "local_judge", "model"})
 """Kinds of reward that load a model or ask a judge."""
 RESPONSES = ("", "42", "I do not know.")
-"""The made-up responses. The last one counts as cut. The others end with an EOS if there is room for it within
-`sampling.max_new_tokens`."""
+"""The made-up responses. The last one counts as cut. The others end with an EOS if the tokenizer has one and there is
+room for it within `sampling.max_new_tokens`."""
 NUM_PROMPTS = 4
 
 
@@ -95,8 +95,8 @@ def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
 
 
 def _responses(config: RunConfig, checked: Preflight) -> Iterator[tuple[list[int], FinishReason]]:
-    """Yield the tokens and the finish reason of each made-up response. A text is repeated up to
-    `sampling.min_new_tokens`; responses that are then still too short are left out."""
+    """Yield the tokens and the finish reason of each made-up response. A text is repeated until it has at least
+    `sampling.min_new_tokens` tokens. A response that still has fewer tokens, or none, is left out."""
     least, most, tokenizer = config.sampling.min_new_tokens, config.sampling.max_new_tokens, checked.tokenizer
     for text in RESPONSES:
         ids = tokenizer.encode(text)

@@ -19,7 +19,7 @@ from storage.exports import RECORD, export_faults, has_sums
 
 def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
     """Return a model's architecture. Raises ConfigError, naming `key`, if the model cannot be used. `weights`: False if
-    its config.json is enough."""
+    the model's config.json is enough, so that files of weights may be missing."""
     try:
         model = read_spec(path)
     except FileNotFoundError as error:
@@ -145,7 +145,7 @@ def _check_vocabulary(
     config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec, *, exactly: bool
 ) -> None:
     """Raise ConfigError if another model's vocabulary lacks a token of the policy or numbers it differently. `exactly`:
-    also refuse a vocabulary with more tokens, over which the model's distribution would extend."""
+    True to refuse a vocabulary with more tokens too, because the model would give some probability to these tokens."""
     mine, theirs = policy.vocab_size, other.vocab_size
     if theirs < mine or (exactly and theirs != mine):
         need = f"{mine}" if exactly else f"{mine} or more"
@@ -167,8 +167,9 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Raise ConfigError if the other model's architecture differs from the policy's, or its frozen blocks, which all
-    roles share, have other weights. The numbers of blocks and of positions may differ."""
+    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. This is so if its
+    architecture is another, if it has no blocks above the frozen ones, or if the shared part has other weights. The
+    numbers of blocks and of positions may differ."""
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"

@@ -61,7 +61,8 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the config with the wrong settings at their defaults, so that the others can be checked across sections.
-    Also return the sections that were replaced as a whole, because they still had problems."""
+    Also return the names of the sections that were replaced as a whole: sections in which a wrong key names no setting,
+    and sections that still had problems."""
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
@@ -174,7 +175,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
 
 
 def _unread_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each given setting that has no effect because of settings in other sections."""
+    """Yield a problem for each given setting that has no effect because of other settings."""
     if "critic" in config.alarms.stop and not config.has_critic:
         need = f"ppo.advantage={config.ppo.advantage} trains no critic: leave it out"
         yield Problem("alarms.stop", "critic", need)
@@ -248,8 +249,8 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
-    """Yield the problems of an ordered gang. Its data-parallel ranks must divide the rows, a layout for rewards needs a
-    reward with a model, and `offload: idle` does not go with LoRA."""
+    """Yield the problems of an ordered gang, whose workers act as one parallel group. Its data-parallel ranks must
+    divide the rows, a layout for rewards needs a reward with a model, and `offload: idle` does not go with LoRA."""
     key, layout = f"placement.gangs.{gang.name}", config.placement.gangs[gang.name].layout
     if gang.divides_scorers:  # its ranks divide a shard's rows by tokens, so any number of rows will do
         if not config.scoring_models():
@@ -324,6 +325,7 @@ def _engine_problem(config: RunConfig, key: str, given: object, need: str) -> Pr
 
 
 def _other_engines_text(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
-    """Return the part of a message that suggests other engines, or "" if there are none."""
+    """Return the part of a message that suggests the engines whose capabilities satisfy `can`, or "" if there are
+    none."""
     others = able(config.engine, "cpu", can)
     return f" (or engine.kind={' or '.join(others)})" if others else ""

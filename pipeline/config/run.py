@@ -59,7 +59,7 @@ class RunConfig:
     name: str = setting("???", plain_name())
     """Name of the run and of its directory."""
     runs_dir: str = setting("runs", local_directory())
-    """Directory of the runs' directories."""
+    """Parent of the runs' directories."""
     seed: int = setting(0, Constraint("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63))
     """Seed of the prompts' order, the sampling noise, the choice of held-out prompts, the division into minibatches,
     and the initial weights of new heads."""
@@ -222,13 +222,13 @@ class RunConfig:
         return self._rewards_of(("model", "local_judge"))
 
     def answer_caches(self) -> dict[str, str]:
-        """Return key path -> directory, for every setting of a directory for judges' answers. Judges without this
-        setting keep their answers in the run's directory."""
+        """Return key path of `cache` -> the directory, for every judge that has this setting. Such a judge keeps its
+        answers in that directory; other judges keep them in the run's directory."""
         judges = self._rewards_of(JUDGES)
         return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
 
     def judge_budgets(self) -> frozenset[str]:
-        """Return the key paths of all judges' budgets."""
+        """Return the key paths of the budget settings of all judges."""
         return frozenset(f"{where}.{name}" for where in self._rewards_of(("judge",)) for name in JUDGE_BUDGET)
 
     def judge_notes(self) -> list[str]:
@@ -237,7 +237,7 @@ class RunConfig:
         return [note for name, section in sections for note in judge_notes(section, name)]
 
     def rubric_files(self) -> dict[str, str]:
-        """Return key path -> file, for every setting of a judge's rubric file."""
+        """Return key path of `rubric_file` -> the file, for every judge that has this setting."""
         judges = self._rewards_of(JUDGES)
         return {
             f"{where}.rubric_file": str(args["rubric_file"]) for where, args in judges.items() if "rubric_file" in args

@@ -111,7 +111,8 @@ def _is_address(given: str) -> bool:
 
 
 def _listening(given: str) -> tuple[str | None, int] | None:
-    """Return the host (None: not given) and the port (0: any) of `cluster.address`; None if it is no address."""
+    """Return the host (None: not given) and the port (0: any) in `given`, a value of `cluster.address`. Return None if
+    `given` is no address."""
     match = _LISTENING.fullmatch(given)
     if match is None or not given or int(match["port"] or 0) > _HIGHEST_PORT:
         return None
@@ -152,8 +153,8 @@ class ClusterConfig:
     )
     """Address of the Dask dashboard; null: none. Another port is taken if this one is in use."""
     start_timeout_s: float | None = setting(None, above(0, " seconds, or null"))
-    """Seconds for workers to load their models after their process has started. null: 300 plus 10 for every GB of the
-    largest model's files."""
+    """Seconds that a worker may take to load its models after its process has started. null: 300 plus 10 for every GB
+    of the largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
     """Seconds that a node of the task graph may take. After that its worker counts as lost and is ended. If another
     replica can do its work, the worker first counts as suspect: it gets no new nodes, and is ended if it is still busy
@@ -233,7 +234,7 @@ class EvaluateConfig:
     the same noise, so that two evaluations can be compared prompt by prompt."""
     prompts: EvaluationPromptsConfig = field(default_factory=EvaluationPromptsConfig)
     reward: RewardPartsConfig = field(default_factory=RewardPartsConfig)
-    """Reward of the held-out responses; empty: `reward`."""
+    """Reward of the held-out responses; empty: the reward of section `reward`."""
     select: SelectConfig = field(default_factory=SelectConfig)
 
 
@@ -284,7 +285,7 @@ class MismatchConfig:
     """Canaries: rows that engine and trainer both score with the same version."""
 
     rows: int = setting(4, at_least(0))
-    """Rows of the first shard that are canaries, at most all of them; 0: no comparison."""
+    """Number of rows of the first shard that are canaries, at most all rows of the shard; 0: no comparison."""
     alarm_nats: float | None = setting(
         None, above(0, " nats, or null for a limit that follows from the difference at version 0")
     )
@@ -296,8 +297,8 @@ class MismatchConfig:
 def alarm_limit(floor: float, first: float | None) -> float:
     """Return the mean absolute difference above which there is an alarm: max(floor, FACTOR * first).
 
-    `first` is the difference at version 0, where engine and trainer certainly hold the same weights: it is rounding
-    alone. For the limit of version 0 itself `first` is None, and the floor takes its place.
+    `first` is the difference at version 0, where engine and trainer certainly hold the same weights, so that only
+    rounding causes it. For the limit of version 0 itself `first` is None, and the floor takes its place.
     """
     return max(floor, FACTOR * (floor if first is None else first))
 
@@ -336,7 +337,7 @@ class RolloutConfig:
     """Number of equal parts of a step's rows. Generation, scores, log-probs and values are computed separately for each
     part."""
     responses_per_prompt: int = setting(1, at_least(1))
-    """Responses to each prompt of a step; divides the rows of a shard."""
+    """Number of responses to each prompt of a step. It must divide the number of rows of a shard."""
     versions: Literal["exact", "latest", "inflight"] = "exact"
     """Version of the weights that samples step i. `exact`: max(0, i - staleness), so that a run is a function of its
     config. `latest`: the newest version that is published when a shard starts, never older than under `exact`.

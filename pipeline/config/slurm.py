@@ -41,7 +41,8 @@ _WRITTEN = {
     "--time": "slurm.time_limit",
     "-t": "slurm.time_limit",
 }
-"""Options of sbatch that the script sets itself -> the setting that decides them; None: they are fixed."""
+"""Option of sbatch that the script sets itself -> the setting or command that decides its value; None: the value is
+fixed."""
 _UNQUOTED = re.compile(r"[^\s'\"`$\\;&|<>]+")
 
 
@@ -70,7 +71,7 @@ class SlurmGangConfig:
     """Number of the gang's own nodes; its workers are spread over them evenly. null: its workers run beside another
     gang (`beside`), or on the batch node."""
     beside: str | None = None
-    """Another gang, on whose nodes this gang's workers are spread evenly."""
+    """Name of another gang. The workers of this gang are spread evenly over the nodes of the other gang."""
     gpus_per_worker: int | None = setting(None, at_least(0))
     """GPUs of each worker. null: as many as it needs. A rank that holds a model needs one. A replica needs one for each
     of its engine ranks. A scoring worker needs one if rewards have models and its gang's `device` is not cpu. Other
@@ -106,8 +107,8 @@ class SlurmConfig:
     environment: list[str] = setting([], _LINES)
     """Lines of shell that run before anything else in the job: `module load cuda`, `source .venv/bin/activate`."""
     command: str | None = None
-    """Command that starts Stageline on a node, in a container too: `apptainer exec --nv IMAGE stageline`. null: the
-    Python that runs `stageline submit`."""
+    """Command that starts Stageline on a node, for example in a container: `apptainer exec --nv IMAGE stageline`. null:
+    the Python that runs `stageline submit`."""
     sbatch: list[str] = setting([], _OPTIONS)
     """More options of sbatch for the whole job (`--qos=long`, `--constraint=h100`); in a heterogeneous job, for every
     component."""
@@ -118,7 +119,7 @@ class SlurmConfig:
 
 
 def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
-    """Return the number of GPUs that the job requests for each worker of a gang."""
+    """Return the number of GPUs that the job requests for each worker of a gang. It is 0 if `slurm.gres` is null."""
     configured = _gang_settings(config, gang.name).gpus_per_worker
     if config.gres is None:
         return 0
@@ -126,13 +127,15 @@ def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
 
 
 def host_gang(config: SlurmConfig, gang: str) -> str | None:
-    """Return the gang on whose nodes a gang runs: itself or another. None: it runs on the batch node."""
+    """Return the name of the gang on whose nodes the workers of `gang` run: `gang` itself or another gang. Return None
+    if they run on the batch node."""
     own = _gang_settings(config, gang)
     return gang if own.nodes is not None else own.beside
 
 
 def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
-    """Return the number of CPUs that the job requests for each worker of a gang."""
+    """Return the number of CPUs that the job requests for each worker of a gang. `replica_ranks`: number of ranks of
+    one replica of the engine."""
     configured = _gang_settings(config, gang).cpus_per_worker
     if configured is not None:
         return configured

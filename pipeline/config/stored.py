@@ -63,7 +63,7 @@ class RunStorage:
 
     @property
     def damaged(self) -> str:
-        """Place of damaged commit records, to which they are moved when the run is resumed."""
+        """Place to which damaged commit records are moved when the run is resumed."""
         return f"{self.place}/damaged"
 
     @property

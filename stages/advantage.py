@@ -142,7 +142,7 @@ def _whitened_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, cfg: PPOCo
 def _record(
     rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor
 ) -> Advantages:
-    """Return the record, in float32."""
+    """Return the stage's record, in float32. Advantages are 0 outside the loss mask."""
     return Advantages(
         rewards=rewards.float().numpy(),
         advantages=torch.where(loss_mask, advantages, 0).float().numpy(),

@@ -97,16 +97,16 @@ def sampled_by(part: Rollout, version: int) -> bool:
     """Return True if `version` sampled all compared tokens of these rows. At staleness 0 this is always so.
 
     If True, the stored log-probs are the engine's log-probs for this version. The canary then compares the trainer with
-    the stored log-probs. It asks an engine only if the difference is too large, because another engine may be running
-    after a resume."""
+    the stored log-probs. Only if the difference is too large, it asks the engine: after a resume this may be another
+    engine than the one that sampled the tokens."""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 
 def engine_logprobs(
     engine: GenerationEngine, part: Rollout, sampling: SamplingConfig, *, seed: int, version: int
 ) -> np.ndarray:
-    """Return the log-probs of the sampled tokens of these rows by an engine with weights `version`: float32 [rows,
-    seq].
+    """Make the engine score the sampled tokens of these rows with weights `version`. Return the log-probs: float32
+    [rows, seq].
 
     Raises:
         RuntimeError: the engine returned other tokens, or used other weights.

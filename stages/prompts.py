@@ -36,12 +36,12 @@ class PromptTable:
     lengths: np.ndarray
     """int32 [prompts]"""
     train: np.ndarray
-    """int64: numbers of the training prompts."""
+    """int64: indices of the training prompts in `tokens`."""
     held_out: np.ndarray
-    """int64: numbers of the prompts that are set aside for evaluation."""
+    """int64: indices of the prompts that are set aside for evaluation."""
     pad_id: int
     extra: list[dict[str, Any]]
-    """Other fields of each prompt in the source, for the reward."""
+    """Fields of each prompt in the source besides the prompt itself, for the reward."""
     messages: list[list[dict[str, str]]] | None = None
     """Messages of each prompt of a chat source, for the reward. Empty for a plain prompt in a table that also has
     chats. None without a chat source."""
@@ -85,15 +85,15 @@ class PromptTable:
         return table
 
     def for_reward(self, numbers: Iterable[int]) -> tuple[list[dict[str, Any]], list[list[dict[str, str]]] | None]:
-        """Return the inputs of the stage `score` for these prompts: the extra fields, and the messages. The messages
-        are None if the table has none."""
+        """Return two inputs of the stage `score` for the prompts with the indices `numbers`: their extra fields and
+        their messages. The messages are None if the table has none."""
         chosen = [*numbers]
         chats = None if self.messages is None else [self.messages[i] for i in chosen]
         return [self.extra[i] for i in chosen], chats
 
     def evaluated_on(self, other: PromptTable) -> PromptTable:
         """Return a table with the prompts of both tables. All prompts of this table become training prompts. All
-        prompts of `other` become held-out prompts. Their numbers follow the numbers of the training prompts."""
+        prompts of `other` become held-out prompts. Their indices follow the indices of the training prompts."""
         first, num = len(self.lengths), len(other.lengths)
         chats = [chat for table in (self, other) for chat in table.messages or [[]] * len(table.lengths)]
         return PromptTable(
@@ -148,15 +148,17 @@ def _read_lines(path: Path) -> list[Any]:
 
 
 def read_source(config: PromptsConfig) -> list[PromptItem]:
-    """Return all prompts of a source: a file, or problems generated from a seed. Raises PromptsError."""
+    """Return all prompts of a source: a file, or problems generated from a seed. Raises PromptsError if they cannot be
+    read or generated."""
     return reasoning.load_problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 
 def tokenise(
     items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int, eval_shards: int = 1
 ) -> PromptTable:
-    """Return the prompts of a source as tokens. Prompts that are empty or shorter than `prompts.opening_tokens` are
-    left out. With `too_long: skip`, prompts longer than `prompts.max_tokens` are left out too.
+    """Return the prompts of a source as tokens. If `prompts.opening_tokens` is set, each prompt is cut to this number
+    of tokens, and shorter prompts are left out. Empty prompts are left out too. With `too_long: skip`, so are prompts
+    longer than `prompts.max_tokens`.
 
     Args:
         eval_shards: number of equal parts into which the held-out prompts are divided. If `prompts.held_out` is not

@@ -29,7 +29,8 @@ def score(
     """Score every row:  score = sum over parts of weight x part  (in float64, stored in float32).
 
     Args:
-        extras: other fields of each row's prompt in its source (an empty mapping if there are none).
+        extras: for each row, the fields of its prompt in the source besides the prompt itself (an empty mapping if
+            there are none).
         messages: messages of each row's chat prompt, empty for a plain prompt; None if all prompts are plain.
 
     Raises:

@@ -1,7 +1,7 @@
 """Measure copies between devices, in a process of its own: `python -m pipeline.doctor.copies RESULT DEVICE...`.
 
 COPY_BYTES are copied from the host to each device, from each device to the host, and between each pair of devices in
-both directions. Each copy's rate is measured, and the checksum of the target is compared with that of the source.
+both directions. Each copy's rate is measured, and the target's checksum is compared with the source's checksum.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class CopyResult:
 
 
 def measure_copies(devices: list[str], num_bytes: int) -> CopyResult:
-    """Copy between the host and each of these torch devices, and between the devices. Return the rates, and the copies
-    that arrived wrong."""
+    """Copy `num_bytes` between the host and each of these torch devices, and between the devices. Return the rates, and
+    the names of the copies that arrived wrong."""
     rates, wrong = dict[str, float](), list[str]()
     generator = torch.Generator().manual_seed(0)
     host = torch.randint(-(2**62), 2**62, (num_bytes // 8,), generator=generator)

@@ -1,7 +1,7 @@
 """The doctor's tests of generation engines: start, keyed draws, refit, sleep and speed. Each engine runs in a process
 of its own (`generate.py`).
 
-Every engine is compared with the embedded engine on the CPU, in float32 with plain torch kernels.
+Every engine is compared with the reference: the embedded engine on the CPU, in float32 with plain torch kernels.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from stages.models.spec import is_random, read_config, read_spec
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference between a log-prob and the reference's, in nats. Rounding alone causes differences of
-1e-6 in float32 and 0.06 in bfloat16."""
+"""Largest accepted difference between a token's log-prob and the reference's log-prob of this token, in nats. Rounding
+alone causes differences of 1e-6 in float32 and 0.06 in bfloat16."""
 MIN_EQUAL_FRACTION: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
 """Smallest accepted fraction of equal tokens. In each row, only the tokens before the first one that differs from the
 reference's row count as equal.
@@ -107,8 +107,9 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If its draws are keyed, also raise Fault if its rows differ from the reference's rows, from the rows that it
-    generates alone, or from the rows that it generates after other weights were loaded in between."""
+    If its draws are keyed, also raise Fault if its rows differ from the reference's rows, from rows that it generates
+    one at a time, or from the rows that it generates after it has loaded other weights and then the first weights
+    again."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)

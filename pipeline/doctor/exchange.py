@@ -60,8 +60,8 @@ class AllReduceResult:
 
 
 def ranks(settings: DoctorSettings) -> Finding:
-    """Test an all-reduce on this host, with one process per GPU, or with two processes if there are no GPUs. Raises
-    Absent if there is a single GPU."""
+    """Test an all-reduce on this host. There is one process per GPU, or two processes if there are no GPUs. Raises
+    Absent if there is only one GPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 2
     if count < 2:
         raise Absent("fewer than two GPUs")
@@ -73,7 +73,8 @@ def ranks(settings: DoctorSettings) -> Finding:
 
 
 def nodes(settings: DoctorSettings) -> Finding:
-    """Test an all-reduce over the nodes of the Slurm job step that this process belongs to, with one rank per node."""
+    """Test an all-reduce over the nodes of the Slurm job step that this process belongs to, with one rank per node.
+    Raises Absent if there is no such step with several nodes."""
     size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size < 2:
         raise Absent("not a Slurm step on several nodes (stageline doctor --submit CONFIG)")
@@ -138,7 +139,8 @@ def _min_rate(measured: AllReduceResult, size: int, place: Place) -> tuple[float
 def measure_all_reduce(
     index: int, size: int, rendezvous: Path, timeout_s: float, *, on_one_host: bool
 ) -> AllReduceResult:
-    """Join the group as rank `index`, run an all-reduce, check every number of the result, and return the rate.
+    """Join the group as rank `index`, run six all-reduces, check every number of their results, and return the highest
+    rate.
 
     Args:
         index: number of this rank.

@@ -22,7 +22,8 @@ from stages.native.compile import NoNativeKernelsError, compiler_version
 SHARED_MEMORY = Path("/dev/shm")
 """Directory in which weights are published."""
 MIN_OPEN_FILES = 1024
-"""Number of open files that a run of some twenty workers needs. `stageline check` computes the number for a config."""
+"""Number of open files that a run with about twenty workers needs. `stageline check` computes the number for a
+config."""
 MIN_FREE_DISK_BYTES = 2 << 30
 MIN_FREE_SHARED_BYTES = 1 << 30
 """Free shared memory that the test requires, in bytes: two published versions of SmolLM2-135M. `stageline check`
@@ -34,8 +35,8 @@ MAX_CLOCK_SKEW_S = 5.0
 times of both clocks."""
 LOOPBACK_TIMEOUT_S = 10.0
 MIN_SPEEDUP = 0.25
-"""Smallest accepted rate of all threads together, as a fraction of the rate of a single thread. If other programs use
-the cores too, the rate seldom falls below this."""
+"""Smallest accepted rate of all threads together, as a fraction of the rate of a single thread. Even if other programs
+use the cores too, the rate seldom falls below this fraction."""
 MAX_REPEATS = 10
 """Maximum number of times that a slow measurement is repeated."""
 
@@ -193,7 +194,8 @@ def _time_call(act: Callable[[], object]) -> float:
 
 
 def _core_quota() -> float | None:
-    """Return the number of cores that the control group allows. None if it sets no limit."""
+    """Return the number of cores that the control group allows. None if it sets no limit, or its file cannot be
+    read."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -42,7 +42,7 @@ class RankJob:
     device: int = 0
     """GPU of rank 0. The other ranks have the GPUs that follow it. Ignored on a CPU."""
     publish: bool = False
-    """True if the trained weights are published to shared memory and read back."""
+    """True if the trained weights are to be published to shared memory and read back."""
     on_gpu: bool = False
 
 
@@ -67,7 +67,7 @@ class RankResult:
     """Log-probs of the same tokens after the update."""
     losses: dict[str, float]
     digests: list[str]
-    """Digest of the policy after the update, and after the repeated update."""
+    """Two digests of the policy: after the update, and after the repeated update."""
     seconds: float
     """Duration of the repeated step: forward passes, and updates of policy and critic."""
     state_bytes: int
@@ -116,7 +116,7 @@ class EngineResult:
     slept: bool
     first: list[GeneratedRow]
     alone: list[GeneratedRow]
-    """The first two rows again. Each was generated without other rows beside it."""
+    """The first two rows again, each generated alone in the engine."""
     changed: list[GeneratedRow]
     """The rows under changed weights."""
     again: list[GeneratedRow]

@@ -25,17 +25,17 @@ from pipeline.doctor.processes import Program, run_together
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference between a log-prob or a loss and the reference's, in nats. Rounding alone causes
-differences of 1e-5 in float32 and 0.05 in bfloat16."""
+"""Largest accepted difference between a log-prob or a loss and the same number of the reference, in nats. Rounding
+alone causes differences of 1e-5 in float32 and 0.05 in bfloat16."""
 AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
-"""Smallest accepted cosine between two vectors: the changes of all log-probs made by the tested update, and those made
-by the update that it is compared with.
+"""Smallest accepted cosine between two vectors: the changes that the tested update makes to all log-probs, and the
+changes that the other update makes to them.
 
 Rounding can change the sign of a small gradient, and Adam makes small gradients as large as others. The measured
 cosines are 1 - 1e-10 in float32 and 0.96 in bfloat16. The cosine is about 0 for unrelated updates."""
 LAYOUT_TOLERANCE = 1e-3
-"""Largest accepted difference between a layout's log-probs or losses and those of a single rank, in nats. Small
-differences occur because ranks add up numbers in another order."""
+"""Largest accepted difference between a log-prob or a loss of a layout and the same number of a single rank, in nats.
+Small differences occur because ranks add up numbers in another order."""
 STATE_SHARE = 1.05
 """Largest accepted factor between the measured and the predicted bytes of the state, in either direction. Both count
 the same tensors."""
@@ -170,7 +170,7 @@ def _update(settings: DoctorSettings, dtype: Dtype) -> Finding:
 
 def max_difference(first: RankResult, second: RankResult) -> float:
     """Return the largest difference between two results in nats, over the losses and the log-probs before the update.
-    It is infinite if a loss is missing or a number is not finite."""
+    It is infinite if one result lacks a loss of the other, or if a difference is not finite."""
     if first.losses.keys() != second.losses.keys():
         return math.inf
     ones = [*first.logprobs, *first.losses.values()]

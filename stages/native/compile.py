@@ -82,8 +82,8 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def compiler_version() -> str | None:
-    """Return the C compiler's version on one line, or None if there is no compiler. The path does not identify a
-    compiler, because an upgrade replaces the file at the same path."""
+    """Return the C compiler's version on one line, or None if there is no compiler or it does not report a version. The
+    path does not identify a compiler, because an upgrade replaces the file at the same path."""
     compiler = _compiler()
     return None if compiler is None else _version_of(compiler)
 
@@ -111,8 +111,8 @@ def load_library(
     """Build a library with `build_library`, load it, and check that C and Python lay out its structs alike.
 
     Args:
-        records: the structs that are passed to the library, by their names in C. For each `struct NAME` the library has
-            a function `layout_NAME`, which the macro LAYOUT in `numbers.h` defines.
+        records: name in C -> class, for each struct that is passed to the library. For each `struct NAME` the library
+            has a function `layout_NAME`, which the macro LAYOUT in `numbers.h` defines.
 
     Raises:
         NoNativeKernelsError: the library cannot be built or loaded.
@@ -169,7 +169,7 @@ def _processor() -> str:
 # ---- arguments -------------------------------------------------------------------------------------------
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-"""The number of each dtype in C: FLOAT32 and BFLOAT16 in numbers.h."""
+"""Dtype -> its number in C (FLOAT32 and BFLOAT16 in numbers.h)."""
 _FLOAT32 = (torch.float32,)
 
 

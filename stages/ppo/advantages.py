@@ -108,7 +108,8 @@ def token_rewards(
 ) -> Float[Tensor, "rows seq"]:
     """Return r_t = 1[t = last] * R - beta * k_t over the sampled tokens, 0 elsewhere.
 
-    The KL term exists only if `cfg.where` is "reward". If it is "loss", the KL is a term of the policy loss.
+    R is the row's score, beta is `kl_coef`, and k_t is the estimate of the KL to the reference at token t. The KL term
+    exists only if `cfg.where` is "reward". If it is "loss", the KL is a term of the policy loss.
 
     Args:
         policy_logprobs: log-probs of the proximal policy, or of the sampler if no proximal policy was computed.

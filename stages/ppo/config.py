@@ -48,10 +48,11 @@ class PPOConfig:
     """The algorithm: advantages, the loss of policy and critic, and the limits of an update."""
 
     advantage: Literal["gae", "group", "group_mean", "rloo", "reinforce_pp"] = "gae"
-    """Baseline of the advantages. All except gae train without a critic. gae: the critic's values. group: the mean over
-    the responses to the prompt, and the difference is divided by their standard deviation (GRPO). group_mean: the same
-    without the division (Dr. GRPO). rloo: the mean over the other responses to the prompt (leave one out).
-    reinforce_pp: the mean of the step, by whitening (REINFORCE++). See stages/ppo/advantages.py."""
+    """Baseline of the advantages. All except gae train without a critic. gae: the critic's values. group: the mean
+    reward of the responses to the prompt; a reward minus this mean is divided by the standard deviation of these
+    rewards (GRPO). group_mean: the same without the division (Dr. GRPO). rloo: the mean reward of the other responses
+    to the prompt (leave one out). reinforce_pp: the mean of the step, by whitening (REINFORCE++). See
+    stages/ppo/advantages.py."""
     skip_equal_groups: bool = False
     """Under `advantage: group`, `group_mean` and `rloo`, leave a prompt's responses out of the loss if all have the
     same score."""
@@ -145,7 +146,8 @@ def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Liter
 
     Args:
         staleness: the bound eta.
-        exact: True if engine and trainer both compute in float32. In bfloat16 they differ by 0.02 nats a token.
+        exact: True if the log-probs of engine and trainer agree to rounding in float32. (In bfloat16 they differ by
+            0.02 nats per token.)
     """
     if config.proximal != "auto":
         return config.proximal

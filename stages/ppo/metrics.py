@@ -160,8 +160,8 @@ def entropy_metrics(entropy: PerToken, mask: Mask) -> dict[str, float]:
 def staleness_metrics(
     token_versions: Int[np.ndarray, "rows seq"], mask: Mask, step: int, bound: int
 ) -> dict[str, float]:
-    """Return the mean, maximum and histogram (0..bound) of staleness = step - version of the weights that drew the
-    token."""
+    """Return the mean and the maximum of the tokens' staleness, and for each staleness from 0 to `bound` the fraction
+    of tokens that have it. Staleness = step - version of the weights that drew the token."""
     staleness = step - token_versions[mask].astype(np.int64)
     if staleness.size == 0:
         return {}

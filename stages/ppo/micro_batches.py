@@ -36,7 +36,7 @@ def micro_batches(
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
     """Divide row indices into micro-batches with similar numbers of tokens. `split_balanced` divides them into the
-    smallest number of parts that keeps both limits.
+    smallest number of parts with which all parts are within both limits.
 
     Each micro-batch has at most `max_tokens` tokens and at most `max_rows` rows. A row of more than `max_tokens` tokens
     is in a micro-batch of its own. Within a micro-batch the longest row comes first. The micro-batch with the most

@@ -97,8 +97,8 @@ def sampled_by(part: Rollout, version: int) -> bool:
     """Return True if `version` sampled all compared tokens of these rows. At staleness 0 this is always so.
 
     If True, the stored log-probs are the engine's log-probs for this version. The canary then compares the trainer with
-    the stored log-probs. Only if the difference is too large, it asks the engine: after a resume this may be another
-    engine than the one that sampled the tokens."""
+    the stored log-probs. It asks the engine only if the difference is too large: after a resume, the engine may be
+    another one than the engine that sampled the tokens."""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

@@ -82,8 +82,8 @@ def memory_problems(
 def devices_memory(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], num_devices: int
 ) -> list[DeviceMemory]:
-    """Return the predicted peak of each GPU that workers use. `_max_bytes_at_once` says how gangs that share devices
-    count."""
+    """Return the predicted peak memory of each GPU that workers use. `_max_bytes_at_once` says how gangs that share
+    devices count."""
     config = run.config
     sharing = config.placement.device_sharing
     available = dict.fromkeys(hosts.values(), num_devices)

@@ -297,7 +297,7 @@ def differences(stated: Mapping[str, str], present: Mapping[str, str]) -> list[s
 
 
 def fingerprint(items: Mapping[str, str]) -> str:
-    """Return the digest of a worker's numerics, shortened as in commits."""
+    """Return the digest of a worker's numerics, shortened to the length that commits store."""
     return codec.digest(dict(items))[:12]
 
 

@@ -5,7 +5,8 @@ file or one override. `source_errors` finds unknown keys and values of a wrong t
 errors at once.
 
 The last part is about variants, which are trained on another run's recorded rollouts. `MAY_DIFFER` lists the settings
-(patterns of `fnmatch`) in which a variant may differ from its parent:
+(patterns of `fnmatch`) in which a variant may differ from that run, its parent. Results of a variant are taken from the
+parent or computed again:
 
     rollouts, scores, the reference's log-probs    taken as recorded, so the settings behind them are the parent's
     log-probs and values at the step's start       computed again, by the variant's own policy and critic
@@ -256,7 +257,7 @@ def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error that names the allowed values if this value has the wrong type for its setting."""
+    """If this value has the wrong type for its setting, yield an error that names the allowed values."""
     section, inside = _innermost(key, schema)
     nested: Any = value
     for part in reversed(inside):
@@ -524,7 +525,7 @@ def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
-    """Return a nested mapping without some key paths."""
+    """Return the nested mapping `content` without the key paths `keys`."""
     return {
         key: _without(value, keys, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in content.items()

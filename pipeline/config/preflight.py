@@ -91,8 +91,8 @@ def engine_line(config: RunConfig, device: Device) -> str:
 
 
 def guarantee_lines(config: RunConfig, device: Device) -> list[str]:
-    """Return lines for users about a run's guarantees. If the run lacks none, one line says so. Otherwise the engine's
-    line is followed by one line for each missing guarantee."""
+    """Return lines for users about a run's guarantees. If the run has all guarantees, return one line that says so.
+    Otherwise return the engine's line, and one line for each missing guarantee."""
     missing = unproven_guarantees(config, device)
     if not missing:
         return [f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven"]
@@ -100,7 +100,7 @@ def guarantee_lines(config: RunConfig, device: Device) -> list[str]:
 
 
 def unproven_guarantees(config: RunConfig, device: Device) -> list[str]:
-    """Return a sentence, with its reason, for each guarantee that a run of this config lacks."""
+    """Return one sentence for each guarantee that a run of this config lacks. It names the guarantee and the reason."""
     can = config.capabilities(device)
     return [
         *_unproven_draws(can),
@@ -322,8 +322,8 @@ def open_tokenizer(config: RunConfig, path: str) -> Tokenizer:
 
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
-    """Check the run's directory and its object store. Leaves no file. If the number of evaluated prompts is None, set
-    it to the number of the run that the directory holds.
+    """Check the run's directory and its object store. Leaves no file. If the config does not set the number of
+    evaluated prompts, set it to the number that the run in the directory has.
 
     Raises:
         ConfigError: the run's name is no plain name. The directory, a gang's `weights_dir` or the store cannot be
@@ -361,8 +361,8 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
 
 
 def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
-    """If the number of evaluated prompts is None, set it to the number of the run that a directory holds. Do nothing if
-    there is no run, or its evaluations have another source of prompts."""
+    """If the config does not set the number of evaluated prompts, set it to the number that the run in this directory
+    has. Do nothing if there is no run, or if its evaluations have another source of prompts."""
     if identity is None and not paths.config.exists():
         return
     before = config_sections(read_run_config(paths.config)) if identity is None else identity.latest.config

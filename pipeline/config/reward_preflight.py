@@ -24,8 +24,8 @@ EXPORT = "model"
 
 
 def check_training(config: RewardModelConfig) -> TrainingParts:
-    """Read and check everything that a training needs, and return its judgements as rows of tokens. Raises ConfigError,
-    naming the key path, for the first problem."""
+    """Read and check everything that a training needs, and return its judgements as rows of tokens. Raises ConfigError
+    for the first problem; the error names the key path of the setting at fault."""
     spec = read_model("model.path", config.model.path)
     if config.model.blocks is not None:
         if config.model.blocks > spec.num_layers:

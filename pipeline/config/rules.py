@@ -303,7 +303,8 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _plain_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of an engine whose log-probs ignore changes of the logits before the draw."""
+    """Yield a problem for each setting that changes the logits before a token is drawn. The log-probs of this engine
+    ignore these changes."""
     sampling, other = config.sampling, _other_engines_text(config, lambda c: c.distributions == "any")
     if sampling.temperature != 1:
         need = f"its log-probs are for temperature 1 even if it draws at another: must be 1{other}"

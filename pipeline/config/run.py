@@ -261,9 +261,9 @@ class RunConfig:
         )
 
     def exports(self, version: int) -> bool:
-        """Return True if a version is exported when it is published: the last version and every n-th (`export.every`),
-        but never version 0. Under `storage.keep.rollouts` versions cannot be rebuilt later. Then every evaluated
-        version is exported too, because it may become the best."""
+        """Return True if a version is exported when it is published: the last version, and every version that is a
+        multiple of `export.every`, except version 0. Under `storage.keep.rollouts` versions cannot be rebuilt later.
+        Then every evaluated version is exported too, because it may become the best."""
         return version > 0 and any(version % period == 0 for period in self._export_periods)
 
     @property

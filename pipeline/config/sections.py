@@ -83,11 +83,12 @@ class CheckpointConfig:
     """Checkpoints of the trained models, from which a run continues after it has lost a trainer."""
 
     every: int = setting(10, at_least(1))
-    """Updates between checkpoints. After a trainer is lost, at most this many are replayed from the stored rollouts."""
+    """Updates between checkpoints. After a trainer is lost, at most this number of updates is replayed from the stored
+    rollouts."""
     keep: int = setting(2, at_least(1))
     """Number of newest checkpoints to keep of each model. More are kept if the staleness bound needs an older one."""
     keep_every: int | None = setting(None, at_least(1))
-    """Checkpoints of versions that are multiples of this are also kept; null: none."""
+    """Checkpoints of versions that are multiples of this number are also kept; null: no further checkpoints."""
 
 
 def checkpoint_problems(config: CheckpointConfig) -> Iterator[Problem]:
@@ -166,8 +167,8 @@ class ClusterConfig:
     """Maximum number of times that a node of the task graph is tried. A try fails if the node's worker is lost, or its
     stage raises a transient error. If all tries fail, the run ends."""
     same_numerics: Literal["refuse", "warn"] = "refuse"
-    """Action if processor, compiler, kernels or libraries differ between the workers of a gang, or have changed before
-    a resume, so that last bits of results would differ."""
+    """Action if the workers of a gang differ in processor, compiler, kernels or libraries, or if these have changed
+    when the run is resumed. The last bits of results would then differ."""
     weights_dir: str | None = setting(None, local_directory())
     """Directory for published weights; null: in /dev/shm."""
     host_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
@@ -213,8 +214,8 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 @dataclass
 class SelectConfig:
-    """The choice of the best version. Among the evaluated versions within the KL budget, it is the version with the
-    highest mean score."""
+    """The choice of the best version: the version with the highest mean score, among the evaluated versions within the
+    KL budget."""
 
     max_kl: float | None = setting(None, above(0, ", or null for no budget"))
     """KL budget: largest allowed `eval/kl`, in nats per response; null: no budget."""

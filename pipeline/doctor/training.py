@@ -29,7 +29,7 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 alone causes differences of 1e-5 in float32 and 0.05 in bfloat16."""
 AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
 """Smallest accepted cosine between two vectors: the changes that the tested update makes to all log-probs, and the
-changes that the other update makes to them.
+changes that the update for comparison makes to them (the reference, or for a layout the update by a single rank).
 
 Rounding can change the sign of a small gradient, and Adam makes small gradients as large as others. The measured
 cosines are 1 - 1e-10 in float32 and 0.96 in bfloat16. The cosine is about 0 for unrelated updates."""

@@ -184,7 +184,7 @@ GROUP_STD_EPS = 1e-6
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Groups:
-    """Rows that are responses to the same prompt."""
+    """A division of rows into groups. The rows of a group are responses to the same prompt."""
 
     number: Int[Tensor, " rows"]
     """Each row's group, numbered from 0 without a gap. Rows of a group may lie anywhere."""

@@ -132,8 +132,8 @@ def whitens_advantages(config: PPOConfig) -> bool:
 
 
 def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
-    """Return `ppo.proximal`, or the choice of `auto`. `auto` avoids the forward pass for pi_prox if the pass would
-    change only rounding. Three things read pi_prox:
+    """Return `ppo.proximal`. If it is `auto`, return the source that is chosen by the following rules. `auto` avoids
+    the forward pass for pi_prox if the pass would change only rounding. Three things read pi_prox:
 
     - The policy's loss. With one optimizer step per update, pi_prox is pi before this step, whichever weights sampled
       the rows. So `loglinear` is exact. Under `anchor: sampler` the loss does not read pi_prox, so `sampler` is chosen.

@@ -52,7 +52,8 @@ class PolicyLossInputs:
     mask: Bool[Tensor, "rows seq"]
     """`Advantages.loss_mask`."""
     weights: Float[Tensor, "rows seq"]
-    """The rows of this micro-batch in `masks.token_weights` of the whole minibatch."""
+    """Loss weights of the tokens: the result of `masks.token_weights` for the whole minibatch, cut to the rows of this
+    micro-batch."""
     advantages: Float[Tensor, "rows seq"]
     sampler_logprobs: Float[Tensor, "rows seq"]
     """log mu."""

@@ -26,7 +26,8 @@ WHITENING_EPS = 1e-8
 
 @jaxtyped(typechecker=beartype)
 def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Shaped[Tensor, "rows seq *rest"]:
-    """Return a causal model's prediction of token t at index t: its output at position t - 1.
+    """Return a tensor that has, at index t, a causal model's prediction of token t. This is the model's output at
+    position t - 1.
 
         out[:, t] = per_position[:, t - 1],   out[:, 0] = 0   (nothing predicts the first token)
 

@@ -19,7 +19,8 @@ PerRow = Float[np.ndarray, " rows"]
 def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRow, kl_coef: float) -> dict[str, float]:
     """Return the metrics of the scores before shaping, and the mean of the shaped scores less the KL penalty.
 
-    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), also if the KL penalty is in the loss.
+    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), also if the KL penalty is in the loss. beta is
+    `kl_coef`, and sum_t k_t is `kl_per_response`.
     """
     scores = scores.astype(np.float64)
     if scores.size == 0:

@@ -67,8 +67,8 @@ class PromptTable:
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        """Return the table that `save` wrote. Raises StoreError, which names the file, if a file is missing or
-        damaged."""
+        """Return the table that `save` wrote. Raises StoreError if a file is missing or damaged; the error names the
+        file."""
         extras = path.with_suffix(".jsonl")
         extra = _read_lines(extras)
         try:
@@ -137,8 +137,8 @@ def last_questions(path: Path) -> list[str] | None:
 
 
 def _read_lines(path: Path) -> list[Any]:
-    """Return the JSON value of each line of a file. Raises StoreError, which names the file, if the file is missing or
-    damaged."""
+    """Return the JSON value of each line of a file. Raises StoreError if the file is missing or damaged; the error
+    names the file."""
     try:
         return [json.loads(line) for line in path.read_text("utf8").removesuffix("\n").split("\n")]
     except FileNotFoundError as error:

@@ -96,8 +96,8 @@ def load_hardware(name: str, option: str = AS) -> HardwareConfig:
 
 
 def hardware_with(gpu: str) -> tuple[str, HardwareConfig] | None:
-    """Return the name and the settings of the shipped kind of node whose GPUs CUDA calls `gpu`; None if there is none
-    or `gpu` is ""."""
+    """Return the name and the settings of the shipped kind of node for GPUs with the CUDA name `gpu`. Return None if
+    there is no such kind, or `gpu` is ""."""
     kinds = ((name, load_hardware(name)) for name in hardware_names())
     return next(((name, config) for name, config in kinds if gpu and config.gpu == gpu), None)
 
@@ -131,8 +131,8 @@ def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class HardwareCluster:
-    """Nodes of one kind. If only some of a node's GPUs are used, the run has the same share of the node's memory and
-    cores, as clouds and schedulers assign them."""
+    """Nodes of one kind. A run that uses only a share of a node's GPUs has the same share of the node's memory and
+    cores, because clouds and schedulers assign them in this way."""
 
     nodes: int
     gpus_per_node: int

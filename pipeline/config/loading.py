@@ -550,8 +550,8 @@ def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: 
 
 
 def _other_command_error(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if a file is the config of another command. This is so if all its top-level keys are keys of that
-    command's config, and not all are keys of `schema`."""
+    """Yield an error if a file is the config of another command: all its top-level keys are keys of that command's
+    config, and not all of them are keys of `schema`."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
     sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}

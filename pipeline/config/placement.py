@@ -19,9 +19,9 @@ _MODELS = frozenset({Role.GENERATE, *MODEL_ROLES})
 
 @dataclass
 class GangConfig:
-    """Processes that serve some roles. A gang with `policy`, `critic` or `reference` acts as one parallel group of
-    `workers` ranks. So does a gang whose layout divides the models of its rewards. Any other gang is a pool of
-    `workers` independent replicas."""
+    """Processes that serve some roles. A gang acts as one parallel group of `workers` ranks if it serves `policy`,
+    `critic` or `reference`, or if its layout divides the models of its rewards. Any other gang is a pool of `workers`
+    independent replicas."""
 
     workers: int = setting(1, at_least(1))
     """Number of worker processes."""

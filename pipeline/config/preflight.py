@@ -287,8 +287,8 @@ def _check_descriptors(config: RunConfig) -> None:
 
 
 def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -> Mapping[Role, ModelSpec]:
-    """Return the architecture of each role's model. Raises ConfigError if a model cannot be read or does not fit the
-    policy, if the layout of its gang cannot divide it, or if it cannot have the adapters of `model.lora`."""
+    """Return the architecture of each role's model. Raises ConfigError if a model cannot be read, does not fit the
+    policy, cannot be divided by the layout of its gang, or cannot have the adapters of `model.lora`."""
     models = role_models(config, model, weights=weights)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)

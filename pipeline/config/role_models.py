@@ -1,4 +1,5 @@
-"""Check that the models of reference, critic and rewards fit the policy's model, if they are not the same model."""
+"""Check that the models of reference, critic and rewards fit the policy's model. A role that has the policy's own model
+needs no check."""
 
 from __future__ import annotations
 

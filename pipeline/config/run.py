@@ -147,7 +147,7 @@ class RunConfig:
 
     def alarm_nats(self, first: float | None) -> float:
         """Return the mean absolute difference of canaries' log-probs above which there is an alarm. `first`: the
-        difference at version 0; None: this is version 0."""
+        difference at version 0; None: the limit is for version 0 itself."""
         if self.mismatch.alarm_nats is not None:
             return self.mismatch.alarm_nats
         return alarm_limit(FLOAT32_FLOOR_NATS if self._float32 else BFLOAT16_FLOOR_NATS, first)
@@ -177,7 +177,7 @@ class RunConfig:
     @property
     def engine_start_s(self) -> float:
         """Seconds that an engine in an environment of its own may take to start. This is less than the start timeout of
-        its worker, so that the user sees the engine's error, with the end of its log, before the worker's error."""
+        its worker. So the user sees the engine's error, with the end of the engine's log, before the worker's error."""
         return 0.8 * self.start_timeout_s
 
     @property

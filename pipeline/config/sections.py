@@ -231,8 +231,8 @@ class EvaluateConfig:
     shards: int = setting(1, at_least(1))
     """Parts of an evaluation that are generated and scored separately."""
     temperature: float | None = setting(None, at_least(0))
-    """Sampling temperature; null: as in training. If the engine's draws are keyed, all evaluations sample a prompt with
-    the same noise, so that two evaluations can be compared prompt by prompt."""
+    """Sampling temperature; null: as in training. If the engine's draws are keyed (`Capabilities.draws`), all
+    evaluations sample a prompt with the same noise, so that two evaluations can be compared prompt by prompt."""
     prompts: EvaluationPromptsConfig = field(default_factory=EvaluationPromptsConfig)
     reward: RewardPartsConfig = field(default_factory=RewardPartsConfig)
     """Reward of the held-out responses; empty: the reward of section `reward`."""

@@ -84,8 +84,8 @@ class RunStorage:
         return Exports(self.directory / "weights", None if self.url is None else self.root.below("weights"))
 
     def copied_after(self, version: int) -> list[str]:
-        """Return the keys of all uploaded files of checkpoints and exports whose version is later than `version`,
-        manifests first. Empty without an object store."""
+        """Return the keys of the uploaded files of all checkpoints and exports that have a version above `version`. The
+        keys of manifests come first. The list is empty without an object store."""
         keys = []
         for kind in ("checkpoints", "weights") if self.url is not None else ():
             for key in files.keys(self.root.below(kind)):

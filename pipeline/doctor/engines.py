@@ -30,8 +30,8 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference between a token's log-prob and the reference's log-prob of this token, in nats. Rounding
 alone causes differences of 1e-6 in float32 and 0.06 in bfloat16."""
 MIN_EQUAL_FRACTION: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
-"""Smallest accepted fraction of equal tokens. In each row, only the tokens before the first one that differs from the
-reference's row count as equal.
+"""Smallest accepted fraction of equal tokens. The tokens of a row count as equal up to the first token that differs
+from the reference's row.
 
 Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
 fraction is about 0 for unrelated draws."""
@@ -107,9 +107,9 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If its draws are keyed, also raise Fault if its rows differ from the reference's rows, from rows that it generates
-    one at a time, or from the rows that it generates after it has loaded other weights and then the first weights
-    again."""
+    If its draws are keyed, its first rows are compared with three others: the reference's rows, its own rows that were
+    generated one at a time, and its own rows after it has loaded other weights and then the first weights again. Raise
+    Fault if they differ from any of these by more than rounding."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)

@@ -74,7 +74,7 @@ def ranks(settings: DoctorSettings) -> Finding:
 
 def nodes(settings: DoctorSettings) -> Finding:
     """Test an all-reduce over the nodes of the Slurm job step that this process belongs to, with one rank per node.
-    Raises Absent if there is no such step with several nodes."""
+    Raises Absent if the process belongs to no step, or to a step with only one task."""
     size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size < 2:
         raise Absent("not a Slurm step on several nodes (stageline doctor --submit CONFIG)")

@@ -4,7 +4,7 @@ items, weights and inputs compute the same bits. If an item differs, their resul
     software       versions of Python and of the packages in `software.SOFTWARE`
     processor      vector and matrix instructions, and whether Linux lets this process use matrix registers (AMX)
     libraries      torch's build and the instruction set that it uses; the C compiler's version and flags
-    environment    variables that change how MKL, oneDNN, torch and cuBLAS compute
+    environment    variables that change how MKL, oneDNN, torch, cuBLAS and NCCL compute
     device         a GPU's name and capability, versions of CUDA and cuDNN
 
 The number of threads and the layout are not part of the fingerprint, because they are in the config. The processor's

@@ -35,8 +35,8 @@ class NormalizeConfig:
     the current step are included."""
 
     mean: bool = False
-    """Subtract the mean. Refused without `clip` under `advantage: group`, `group_mean` and `rloo`, which subtract a
-    mean anyway."""
+    """Subtract the mean. Under `advantage: group`, `group_mean` and `rloo` this is refused unless `clip` is set,
+    because these subtract a mean themselves."""
     scale: bool = False
     """Divide by the standard deviation."""
     clip: float | None = setting(None, above(0, ", or null for no bound"))

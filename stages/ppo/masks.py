@@ -4,7 +4,7 @@ The rest of this folder rests on two rules:
 
 * **One alignment.** Index t of a per-token array belongs to tokens[:, t]. A causal model predicts token t at position
   t - 1. Only `predictions_of_tokens` moves predictions from positions to tokens.
-* **Loss weights.** Every loss is a plain sum, sum_t weight_t * term_t, whose weights are computed once over the rows of
+* **Loss weights.** Every loss is a plain sum, sum_t weight_t * term_t. Its weights are computed once, over the rows of
   the whole minibatch. Micro-batches, gradient accumulation, packing and data-parallel ranks only change the order of
   the sum.
 
@@ -31,7 +31,7 @@ def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Sha
 
         out[:, t] = per_position[:, t - 1],   out[:, 0] = 0   (nothing predicts the first token)
 
-    For a critic it turns the value after token t - 1 into `values[:, t]`, the value of the state before token t.
+    For a critic, the value after token t - 1 becomes `values[:, t]`, the value of the state before token t.
     Differentiable.
     """
     return torch.cat([torch.zeros_like(per_position[:, :1]), per_position[:, :-1]], dim=1)

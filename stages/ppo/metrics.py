@@ -1,7 +1,7 @@
 """Compute the metrics of a step from the records of all its rows, in numpy float64.
 
-Every metric is taken over sampled tokens or over responses only. A metric that is undefined for a step is absent, and
-neither NaN nor 0. For example, the mismatch on fresh tokens is absent if every token is stale.
+Every metric is taken over sampled tokens or over responses only. A metric that is undefined for a step is left out. It
+is not set to NaN or 0. For example, the mismatch on fresh tokens is absent if every token is stale.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def staleness_metrics(
 
 def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, float]:
     """Return metrics of the critic at the start of the step: the means of the returns G and of the values V, and
-    critic/explained_variance = 1 - Var(G - V) / Var(G). The latter is absent if the returns do not vary."""
+    critic/explained_variance = 1 - Var(G - V) / Var(G). critic/explained_variance is absent if the returns do not
+    vary."""
     v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
     if g.size == 0:
         return {}

@@ -1,5 +1,5 @@
-"""Divide the rows of a step into minibatches (one optimizer step each, anew in each epoch), a minibatch into shares of
-the data-parallel ranks, and a share into micro-batches (one forward pass each).
+"""Divide the rows of a step. In each epoch they are divided anew into minibatches, with one optimizer step each. A
+minibatch is divided into shares of the data-parallel ranks, and a share into micro-batches, with one forward pass each.
 
 Only `minibatch_rows` changes the result. The rest of this file changes the speed (see `stages.ppo.masks`).
 """

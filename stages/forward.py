@@ -24,8 +24,8 @@ from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, PolicyLogprobs
 
 
 def logprob(models: ModelHost, rollout: Rollout) -> PolicyLogprobs | None:
-    """Return log pi_prox(token) and entropies of a shard's rollout, by the resident policy; None on ranks other than
-    0."""
+    """Return log pi_prox(token) and entropies of a shard's rollout, computed by the resident policy. Return None on
+    ranks other than 0."""
     return models.policy_logprobs(rollout)
 
 
@@ -42,7 +42,8 @@ def reference(models: ModelHost, rollout: Rollout) -> ReferenceLogprobs | None:
 
 
 def value(models: ModelHost, rollout: Rollout) -> Values | None:
-    """Return values and bootstrap values of a shard's rollout, by the resident critic; None on ranks other than 0."""
+    """Return values and bootstrap values of a shard's rollout, computed by the resident critic. Return None on ranks
+    other than 0."""
     return models.values(rollout)
 
 

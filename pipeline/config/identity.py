@@ -248,8 +248,8 @@ class Identity:
         return frozenset(statement.config_hash for statement in self.statements)
 
     def numerics_of(self, gang: str) -> list[GangNumerics]:
-        """Return the numerics of a gang that were first seen under the last statement with `anew` or a later one,
-        oldest first. If no statement has `anew`, return all numerics of the gang."""
+        """Return the numerics of a gang that were first seen under the last statement with `anew` or under a later
+        statement, oldest first. If no statement has `anew`, return all numerics of the gang."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
         return [known for known in self.numerics if known.gang == gang and known.statement >= since]
 

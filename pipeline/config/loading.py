@@ -602,7 +602,7 @@ def _to_object(merged: Any) -> Any:
 
 
 def to_yaml(config: RunConfig | RewardModelConfig | LabelConfig) -> str:
-    """Return the resolved config with its secrets, as workers get it. `write_config` writes it to a file."""
+    """Return the resolved config with its secrets. Workers get this text. `write_config` writes it to a file."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), sort_keys=False)
 
 

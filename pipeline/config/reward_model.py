@@ -53,7 +53,7 @@ class ScorerConfig:
     """Number of the lowest blocks that are frozen, with the embeddings. The output of these blocks is computed once per
     row and kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
-    """Memory of each rank for the outputs of the frozen blocks."""
+    """Memory of each rank for the outputs of the frozen blocks, in units of 2^20 bytes."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     products: Literal["auto", "torch", "onednn"] = "auto"
     """The same as `model.products` of a run."""
@@ -77,7 +77,8 @@ class RewardModelConfig:
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4))
-    """The optimizer. Where its settings count steps, they count optimizer steps, since a training has no PPO steps."""
+    """The optimizer. Settings of the optimizer that count steps count optimizer steps here, because a training has no
+    PPO steps."""
     workers: int = setting(1, at_least(1))
     """Number of ranks. They are processes on this host."""
     threads: int = setting(1, at_least(1))

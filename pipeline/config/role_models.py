@@ -19,8 +19,8 @@ from storage.exports import RECORD, export_faults, has_sums
 
 
 def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
-    """Return a model's architecture. Raises ConfigError, naming `key`, if the model cannot be used. `weights`: False if
-    the model's config.json is enough, so that files of weights may be missing."""
+    """Return a model's architecture. Raises ConfigError, with `key` as its key, if the model cannot be used. `weights`:
+    False if the model's config.json is enough, so that files of weights may be missing."""
     try:
         model = read_spec(path)
     except FileNotFoundError as error:
@@ -67,8 +67,8 @@ def check_output_layer(key: str, path: str) -> None:
 
 
 def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -> dict[Role, ModelSpec]:
-    """Return the architecture of each role's model; the critic's only if one is trained. `policy`: the architecture of
-    the model at `model.path`. `weights`: False to look only at each config.json.
+    """Return role -> architecture of its model, for policy and reference, and for the critic if one is trained.
+    `policy`: the architecture of the model at `model.path`. `weights`: False to look only at each config.json.
 
     Raises:
         ConfigError: the model of the reference or the critic cannot be read. Its head or its vocabulary does not fit

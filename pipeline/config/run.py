@@ -49,7 +49,7 @@ from storage.problems import (
 
 _START_S = 300.0
 _SLOW_DISK_BYTES_PER_S = 1e8
-"""Rate at which a node reads from a network filesystem while many others do."""
+"""Rate at which a node reads from a network filesystem while many other nodes read from it too."""
 
 
 @dataclass(repr=False)

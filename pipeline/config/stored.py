@@ -106,8 +106,8 @@ class RunStorage:
             yield replace(self, directory=Path(folder))
 
     def replace_places(self, text: str) -> str:
-        """Return a text with the path of the run's directory replaced by the URL of the object store, if there is
-        one."""
+        """Replace the path of the run's directory in a text by the URL of the object store. Without an object store,
+        return the text unchanged."""
         return text if self.url is None else text.replace(str(self.directory), self.url)
 
 

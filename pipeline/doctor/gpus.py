@@ -128,7 +128,7 @@ def gpus(settings: DoctorSettings) -> Finding:
 
 def gpu_links(settings: DoctorSettings) -> Finding:
     """Test copies between the host and each GPU, and between each pair of GPUs. The copied bytes must be correct, and
-    the rates must be in proportion to the links that `nvidia-smi` lists."""
+    no copy may be too slow for the links that `nvidia-smi` lists (`slow_copies`)."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise Absent("no GPU that torch can use")
@@ -160,7 +160,7 @@ def gpu_links(settings: DoctorSettings) -> Finding:
 
 
 def slow_copies(rates: Mapping[str, float], links: Mapping[str, int], link: float) -> Iterator[str]:
-    """Yield a line of text for each copy that is slower than its links allow.
+    """Yield a line of text for each copy whose rate is below the lowest accepted rate for its links.
 
     Args:
         rates: name of a copy ("from->to") -> its bytes per second.

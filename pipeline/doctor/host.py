@@ -174,7 +174,7 @@ def _sync_seconds(folder: Path) -> float:
 
 
 def _product_rate(threads: int) -> float:
-    """Return the rate of a float32 matrix product in FLOP/s: the fastest of five."""
+    """Return the rate of a float32 matrix product in FLOP/s: the rate of the fastest of five products."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

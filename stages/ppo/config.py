@@ -77,8 +77,8 @@ class PPOConfig:
     """Policy in the denominator of the clipped ratio. proximal: the proximal policy pi_prox. sampler: the sampler mu
     (vanilla PPO)."""
     correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weight w = pi_prox / mu of a token under `anchor: proximal`. truncate: min(w, C). mask: tokens whose w
-    is outside [1/C, C] are left out. none: 1."""
+    """Importance weight w = pi_prox / mu of a token under `anchor: proximal`. truncate: min(w, C). mask: w if it is in
+    [1/C, C], else 0. none: 1."""
     correction_cap: float = setting(2.0, at_least(1, " (2 is usual; ppo.correction=none: none)"))
     """The cap C of `correction`."""
     proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"

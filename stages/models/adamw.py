@@ -80,8 +80,8 @@ def initial_state(master: Tensor, steps: float, moments_dtype: torch.dtype) -> d
 
 
 def attach_gradients(optimizer: MegatronOptimizer) -> None:
-    """Give every master its gradient in Megatron's buffer, in the buffer's dtype. (Megatron's `prepare_grads` would
-    copy all of them to float32.)"""
+    """Set the gradient of every master (the optimizer's tensor for a parameter) to a view of Megatron's gradient
+    buffer, in the buffer's dtype. (Megatron's `prepare_grads` would copy all gradients to float32.)"""
     for master in masters_of(optimizer):
         whole: Tensor = master.parameter.main_grad  # type: ignore[attr-defined]
         buffer = whole.view(-1)[master.start : master.start + master.tensor.numel()]
@@ -106,7 +106,8 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield views of the same elements of contiguous tensors of one size, a block at a time."""
+    """Yield the tensors block by block: views of the same elements of each tensor. All tensors are contiguous and have
+    the same number of elements."""
     size = _BLOCK["cpu" if tensors[0].is_cpu else "cuda"]
     flat = [tensor.detach().view(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), size):

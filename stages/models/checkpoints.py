@@ -1,4 +1,4 @@
-"""Write and read a checkpoint's files in the format of Megatron's dist_checkpointing. They load in any layout.
+"""Write and read a checkpoint's files in the format of Megatron's dist_checkpointing. The files load in any layout.
 
     snapshot            on every rank, between updates: copies this rank's part in memory
     write_snapshot      in any thread: writes the copy to files, over a process group that is used for nothing else
@@ -74,8 +74,9 @@ class Snapshot:
 
 
 def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: Snapshot | None = None) -> Snapshot:
-    """Return copies of those shards of a trained model's state that this rank writes. `spent`: an earlier snapshot that
-    has been written. Its memory is used again, since a new allocation takes longer than the copy."""
+    """Return `common`, and copies of the shards in `state` (a trained model's state) that this rank writes. `spent`: an
+    earlier snapshot that has been written. Its memory is used again, since a new allocation takes longer than the
+    copy."""
     assert set(common) == _COMMON_KEYS
     buffers = {_place(shard): shard.data for shards in (spent.tensors.values() if spent else ()) for shard in shards}
     tensors: dict[str, list[ShardedTensor]] = {}

@@ -28,9 +28,9 @@ class LayoutConfig:
     """Megatron's parallel layout of one gang. Data parallelism is ranks / (tensor * pipeline)."""
 
     tensor: int = setting(1, at_least(1))
-    """Tensor-parallel ranks: each holds a part of every block."""
+    """Number of tensor-parallel ranks. Each holds a part of every block."""
     pipeline: int = setting(1, at_least(1))
-    """Pipeline stages: each holds some of the blocks."""
+    """Number of pipeline stages. Each holds some of the blocks."""
     sequence_parallel: bool = False
     """Divide also the activations outside the matrix products (norms, residual stream) among the tensor-parallel
     ranks."""
@@ -112,8 +112,8 @@ class ModelConfig:
 
     path: str = "???"
     """The model, in one of three forms. A directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and
-    3). The name (`org/model`) of a model in this account's Hugging Face cache; the model's directory replaces it. The
-    name of a random model: `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of
+    3). The name (`org/model`) of a model in this account's Hugging Face cache; the cached model's directory is used.
+    The name of a random model: `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of
     Llama-3.1-8B or 70B. Nothing is downloaded."""
     reference_path: str | None = None
     """Reference model of the KL; null: the model at `path`. It must have the policy's vocabulary, and with
@@ -144,9 +144,9 @@ class ModelConfig:
     them. Policy, critic and reference share these blocks. They are computed once per row, and their outputs are
     kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
-    """Memory on each rank for the frozen blocks' outputs of the most recently used rows; `trunk/hit_rate` shows if it
-    suffices. A token takes hidden size x 4 bytes: 2.3 KB for SmolLM2-135M, 16 KB for an 8B model. 0: nothing is
-    kept."""
+    """MiB of memory on each rank for outputs of the frozen blocks. Outputs are kept for the most recently used rows;
+    `trunk/hit_rate` shows if the memory suffices. A token takes hidden size x 4 bytes: 2.3 KB for SmolLM2-135M, 16 KB
+    for an 8B model. 0: nothing is kept."""
     critic_blocks: int | None = None
     """Number of the critic's blocks above the frozen ones; null: as many as the policy."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -56,10 +56,10 @@ class MicroBatch:
     places: Tensor
     """int64 [tokens of the rows]: the index of each packed token in a flattened [B, T]."""
     row_tokens: tuple[np.ndarray, ...]
-    """The tokens of each row, on the host, since reading them from the device would wait for its work."""
+    """The tokens of each row, on the host. (Reading them from the device would wait for the device's work.)"""
 
     def padded(self, per_token_N: Tensor) -> Tensor:
-        """Return one number per packed token as [B, T], 0 at padding. Differentiable."""
+        """Return `per_token_N`, one number per packed token, in the form [B, T], with 0 at padding. Differentiable."""
         flat = per_token_N.new_zeros(self.mask.numel())
         return flat.index_put((self.places,), per_token_N[: len(self.places)]).view(self.mask.shape)
 
@@ -151,10 +151,12 @@ def run_forward(
     read: Callable[[MicroBatch, Tensor], Read],
     kept: KeptForwards | None = None,
 ) -> list[Read]:
-    """Run micro-batches through the model without gradients and return `read` of each one's hidden states [N, H].
+    """Run micro-batches through the model. Return what `read` returns for each, given the micro-batch and its hidden
+    states [N, H].
 
-    The list is empty except on the last pipeline stage. With `kept` (which needs a pipeline of one stage) a later
-    `run_backward` uses the same forward passes.
+    The list is empty except on the last pipeline stage. Without `kept` no autograd graph is made. With `kept`, which
+    needs a pipeline of one stage, the graphs are kept there, and a later `run_backward` does not repeat the forward
+    passes.
     """
     if not batches:
         return []
@@ -206,8 +208,8 @@ def run_backward(
 
 
 def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Tensor:
-    """Run one micro-batch through this rank's pipeline stage. Return [1, N, H] after the final norm on the last stage,
-    and on the others [N, 1, H], the input of the next stage."""
+    """Run one micro-batch through this rank's pipeline stage. The last stage returns the hidden states after the final
+    norm, [1, N, H]. Other stages return the input of the next stage, [N, 1, H]."""
     if trunk is not None:
         stage = model if isinstance(model, GPTModel) else model.module
         hidden = trunk.hidden(batch)

@@ -98,8 +98,9 @@ def complete_weights(ddp: DistributedDataParallel) -> None:
 
 
 def settle(ddp: DistributedDataParallel) -> None:
-    """Reset the buffers after an update that may have ended early. Wait for the exchanges that it started. Then mark
-    the weights as complete on every rank, since they were, or will be, loaded from files. Not a collective call."""
+    """Reset the buffers after an update that may have ended early. Wait for the exchanges that the update started. Then
+    mark the weights as complete on every rank: every caller has loaded them from files, or does so next. Not a
+    collective call."""
     for group in ddp.bucket_groups:
         for handle in (group.grad_reduce_handle, group.param_gather_handle):
             if handle is not None:

@@ -1,9 +1,9 @@
 """Convert between Hugging Face's and Megatron's models: configuration, tensor names, and tensor-parallel parts.
 
 Megatron fuses tensors that Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a
-key, the group's queries, the key and the value. `linear_fc1` holds gate and up on each tensor-parallel rank: each of
-the two is cut over the ranks before they are joined. An adapter's B has the rows of the fused weight. Its A stacks the
-A matrices of its Hugging Face parts.
+key, the group's queries, the key and the value. Its `linear_fc1` holds, on each tensor-parallel rank, the rank's part
+of gate and then the rank's part of up. An adapter's B has the rows of the fused weight. Its A stacks the A matrices of
+its Hugging Face parts.
 
 Sizes that do not divide over the ranks are padded with zeros (see `spec.padded`). Hugging Face tensors have no padding.
 *Blocks* are numbered like Hugging Face's layers, from 0 at the bottom of the whole model.
@@ -101,8 +101,9 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
 
 
 def named_by_block(model: GPTModel, first_block: int) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-    """Yield (name within its block or model, block, parameter) for every parameter of a pipeline stage. `first_block`:
-    the number that the first stage's lowest block has in the whole model."""
+    """Yield (name within its block or model, block, parameter) for every parameter of a pipeline stage. The block is
+    None for parameters outside the blocks. `first_block`: index, in the whole model, of the first stage's lowest
+    block."""
     blocks = {str(i): first_block + layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.layers."):
@@ -203,8 +204,8 @@ class HFPart:
     size: int
     """Length of that axis in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
     spans: tuple[tuple[int, int], ...] = ()
-    """(First element along `axis` in the whole tensor, number of elements) of each rank's part if the parts differ in
-    length. Empty: all parts have the length of `tensor`, padding included."""
+    """If the parts differ in length: (index of the first element along `axis` in the whole tensor, number of elements)
+    of each rank's part. Empty if all parts have the length of `tensor`, padding included."""
 
     def gather_tensor(self, gather: Gather) -> Tensor:
         """Return the whole tensor, a view if possible. Not for parts that differ in length."""
@@ -230,7 +231,8 @@ class HFPart:
 
 
 def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, tp_rank: int) -> Iterator[HFPart]:
-    """Yield the parts of Hugging Face tensors in a Megatron parameter, as tensor-parallel rank `tp_rank` holds it."""
+    """Yield the parts of Hugging Face tensors that `parameter` contains: a Megatron parameter on tensor-parallel rank
+    `tp_rank`."""
     weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:

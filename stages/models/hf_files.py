@@ -237,7 +237,7 @@ def weight_files(path: str) -> list[Path]:
 
 def file_digests(path: str) -> dict[str, str]:
     """Return the XXH3 hash of every file that a model is read from, by name: weights, config and tokenizer. It detects
-    accidental changes, not forgery. Raises what `read_weights` raises."""
+    accidental changes, not forgery. Raises what `weight_files` raises."""
     if is_random(path):
         return {path: "built in"}
     weights = weight_files(path)
@@ -326,9 +326,10 @@ class PlainTokenizer:
 
 
 def plain_tokenizer(path: str) -> PlainTokenizer | None:
-    """Return a directory's tokenizer if tokenizer.json alone defines it. Return None if transformers may change the
-    tokenizer: it may use a family's own class, add tokens that only other files name, clean up spaces (unless the
-    tokenizer is BPE), or read a key of `_CHANGES`."""
+    """Return a directory's tokenizer if tokenizer.json alone defines it. Return None if tokenizer.json or
+    tokenizer_config.json is missing. Also return None if transformers may change the tokenizer: it may use a family's
+    own class, add tokens that only other files name, clean up spaces (unless the tokenizer is BPE), or read a key of
+    `_CHANGES`."""
     folder = Path(path)
     whole, named, own = folder / "tokenizer.json", folder / "tokenizer_config.json", read_config(path)
     if not (whole.is_file() and named.is_file()) or (folder / "added_tokens.json").exists():
@@ -379,7 +380,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
     """Return True if every key of special_tokens_map.json (`legacy`) has the same token in tokenizer_config.json
-    (`config`), which may have further keys. Lists must be the same as they are written."""
+    (`config`), which may have further keys. Only the texts of tokens are compared. Lists of tokens must be equal as a
+    whole, including flags."""
     return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 

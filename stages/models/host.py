@@ -64,7 +64,7 @@ class MegatronHost:
     ) -> None:
         """Join the gang and build the models of `roles`. Block until every rank has joined.
 
-        `fsync`: sync the files that `save` writes to the disk. Raises ValueError, naming the key, for settings that
+        `fsync`: True if `save` must sync its files to the disk. Raises ValueError, naming the key, for settings that
         cannot work."""
         if sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
@@ -332,8 +332,9 @@ class MegatronHost:
         return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
-        """Train version `step` on all rows of the batch. While the critic warms up, the policy only advances its
-        version. The metrics include the largest peak memory of the ranks' processes so far."""
+        """Train a role's version `step` on all rows of the batch and return metrics. While the critic warms up, the
+        policy only advances its version. After training, the metric `peak_memory_bytes` is the maximum, over the ranks,
+        of the process's peak memory so far."""
         trainer = self._clean(role, whole=True)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")

@@ -61,8 +61,8 @@ _AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm from the float32 residual stream to the dtype of the linear layers. It can run on a sequence-parallel
-    shard, which Megatron's torch norm refuses."""
+    """RMSNorm that reads the float32 residual stream and returns the dtype of the linear layers. It can run on a
+    sequence-parallel shard, which Megatron's torch norm refuses."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, *, kernels: BlockKernels, **_: Any
@@ -174,8 +174,8 @@ class HiddenOutput(torch.nn.Module):
     """Replacement of GPTModel's output layer. It returns the hidden states of the whole sequence, so that `forward.py`
     can select the few positions that it needs before the product with the vocabulary.
 
-    It holds `weight` [vocab / TP, H] of an output layer that is not the embedding, or `weight` [1, H] and `bias` [1] of
-    a critic's head, or neither."""
+    For a critic it holds the head: `weight` [1, H] and `bias` [1]. For an output layer that is not the embedding it
+    holds `weight` [vocab / TP, H]. For an output layer that is the embedding both are None."""
 
     def __init__(self, *, sequence_parallel: bool, weight: Parameter | None, bias: Parameter | None = None) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ def rotary_frequencies(spec: ModelSpec) -> Float32[torch.Tensor, " D//2"]:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Megatron's description of packed rows, which it passes to every block, with fields of our own. See `pack`."""
+    """Megatron's description of packed rows, with additional fields. Megatron passes it to every block. See `pack`."""
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64: the position of each token within its row."""

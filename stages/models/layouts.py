@@ -25,8 +25,8 @@ from storage.problems import Problem
 
 
 def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Iterator[Problem]:
-    """Yield the problems of a layout on `num_ranks` ranks that do not depend on the model. `prefix`: config key of the
-    gang, put before the keys of the problems."""
+    """Yield the problems that a layout has on `num_ranks` ranks, whatever the model. `prefix`: config key of the gang,
+    put before the keys of the problems."""
     group = layout.tensor * layout.pipeline
     if group >= 1 and num_ranks % group:
         need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
@@ -128,8 +128,8 @@ def target_parts(lora: LoraConfig) -> Iterator[str]:
 
 
 def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the shapes (rows, columns) of the A and B of each adapter in a layer, by peft's names without the prefix
-    `base_model.model.`."""
+    """Return name -> (rows, columns) for the A and the B of each adapter in a layer. The names are peft's, without the
+    prefix `base_model.model.`."""
     shapes: dict[str, tuple[int, int]] = {}
     for part in target_parts(lora):
         outputs, inputs = layer_shapes(spec)[part]

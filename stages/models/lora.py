@@ -59,7 +59,7 @@ LINEARS = {
 """Target of `model.lora.targets` -> name of Megatron's linear within a block."""
 
 FrozenWeights = dict[tuple[str, int | None], Parameter]
-"""The frozen parameters of a rank that the roles' models share, by (name within the block or model, block)."""
+"""(Name within the block or model, block) -> frozen parameter. The models of a rank's roles share these parameters."""
 
 _Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function (x, weight, total) -> total + x @ weight.T. A `total` of None counts as zero. The function may change
@@ -68,7 +68,8 @@ _Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 class Adapter(Module):
     """The low-rank product that LoRA adds to a linear's output, with A [parts * rank, inputs] and B [outputs, rank]. If
-    tensor parallelism cuts the linear's inputs or outputs, A or B is cut in the same way."""
+    tensor parallelism cuts the linear's inputs, A is cut in the same way, and B is whole. If it cuts the linear's
+    outputs, B is cut, and A is whole."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class Adapter(Module):
 
         Args:
             part_M: for each row of the weight, the index (below `parts`) of the part that the row belongs to.
-            by_rows: tensor parallelism cuts the outputs.
-            sharded: each rank has only a part of the sequence (sequence parallelism).
+            by_rows: True if tensor parallelism cuts the linear's outputs, False if it cuts the inputs.
+            sharded: True if each rank has only a part of the sequence (sequence parallelism).
         """
         super().__init__()
         outputs, inputs = weight_MK.shape
@@ -101,8 +102,9 @@ class Adapter(Module):
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
     def forward(self, x_N1K: Tensor, product_N1M: Tensor) -> Tensor:
-        """Return the linear's product plus the adapter's product. The linear's product may be changed in place. A
-        separate addition would read and write it once more, which takes longer than the adapter's narrow products."""
+        """Return the linear's product (`product_N1M`) plus the adapter's product. The last product adds to
+        `product_N1M`, in place if possible: a separate addition would read and write it once more, which takes longer
+        than the adapter's narrow products."""
         inner_N1R = self.multiply(x_N1K, self.A, None)
         if self.by_rows:
             # A is whole on each rank, B has the rank's outputs; the backward pass adds the ranks' gradients up
@@ -180,8 +182,9 @@ def let_gradients_pass(model: GPTModel) -> None:
 
 
 def initial_adapters(spec: ModelSpec, lora: LoraConfig, layer: int, seed: int) -> dict[str, Tensor]:
-    """Return a layer's whole adapters of version 0 by Hugging Face name: B zero, A normal with the variance of peft's
-    uniform numbers, 1 / (3 inputs). The numbers depend only on the seed and the tensor's name, not on the layout."""
+    """Return name -> tensor of a layer's whole adapters at version 0, by the names of `adapter_shapes`. B is zero. A is
+    normal with variance 1 / (3 inputs), which is also the variance of peft's uniform numbers. The numbers depend only
+    on the seed and the tensor's name, not on the layout."""
     return {
         name: _drawn(f"{seed} {name}", shape) if f".{SIDES[0]}." in name else torch.zeros(shape)
         for name, shape in adapter_shapes(spec, lora, layer).items()

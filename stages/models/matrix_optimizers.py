@@ -12,8 +12,8 @@ matrix at a time. A rank must have whole matrices; `layouts.layout_problems` ref
 
 All three optimizers take the same learning rate:
 
-- Muon's step of an A x B matrix is multiplied by 0.2 sqrt(max(A, B)). Its root mean square is then that of AdamW's
-  steps (Liu et al. 2025: Muon is Scalable for LLM Training).
+- Muon's step of an A x B matrix is multiplied by 0.2 sqrt(max(A, B)). Its root mean square is then about the same as
+  the root mean square of AdamW's steps (Liu et al. 2025: Muon is Scalable for LLM Training).
 - torch's Adafactor multiplies its step by lr * max(eps2, root mean square of the tensor). eps2 is 1 here, not 0.001:
   with 0.001, tensors that start at 0 (a critic's head, LoRA's B) would hardly move.
 """
@@ -37,8 +37,8 @@ Rows = slice | Tensor
 
 MUON_MOMENTUM = 0.95
 ADAFACTOR_EPS = (1e-15, 1.0)
-"""Adafactor's eps1 and eps2. torch's eps1 of 1e-7 is large beside the gradients of a model of billions of parameters
-whose global norm is 1. The square of an eps1 far below 1e-15 would be 0 in float32."""
+"""Adafactor's eps1 and eps2. torch's eps1 is 1e-7. That is large beside single gradients of a model of billions of
+parameters, if their global norm is 1. The square of an eps1 far below 1e-15 would be 0 in float32."""
 
 
 class MatrixOptimizer(BlockAdamW):
@@ -101,8 +101,8 @@ class MatrixOptimizer(BlockAdamW):
 
 
 def parts_of(masters: Sequence[Master], model: Any, blueprint: Blueprint, optimizer: str) -> dict[Tensor, list[Rows]]:
-    """Return, for each tensor that Adafactor or Muon updates, the rows of every Hugging Face tensor that is fused into
-    it."""
+    """Return tensor -> rows of each Hugging Face tensor that is fused into it. The keys are the tensors that Adafactor
+    or Muon updates."""
     names = {p: (name, block) for name, block, p in named_by_block(model, blueprint.model.frozen_blocks)}
     found: dict[Tensor, list[Rows]] = {}
     for master in masters:

@@ -97,7 +97,7 @@ class GangModels:
     data_ranks: int
     offload: Offload = "none"
     own: Mapping[Role, ModelSpec] = field(default_factory=dict)
-    """Architecture of each role with a model of its own (`model.reference_path`, `model.critic_path`)."""
+    """Role with a model of its own (`model.reference_path`, `model.critic_path`) -> the architecture of this model."""
     portable: bool = False
     """True if the blocks use Megatron's own linears (`model.kernels`), as on CUDA."""
     on_gpu: bool = False
@@ -266,8 +266,8 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 def offloaded_bytes(gang: GangModels, stage: int) -> int:
     """Return the bytes of the host copies of all roles' parameters (without the trunk), masters and moments. Return 0
-    unless `offload` is idle. The host copies of all roles count, since their memory is kept while the role is on the
-    device."""
+    unless `offload` is idle. The host copies of all roles count, since a role's copies keep their memory while the role
+    is on the device."""
     if gang.offload != "idle":
         return 0
     kept = (_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles)
@@ -366,8 +366,8 @@ def adapter_activations(gang: GangModels, role: Role) -> float:
 
 
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
-    """Return the bytes of a stage's activations: all micro-batches in flight, and the one block that is recomputed at a
-    time. Stage s of p stages has p - s micro-batches in flight (1F1B)."""
+    """Return the bytes of a stage's activations: the kept activations of all micro-batches in flight, and the
+    recomputed activations of one block. Stage s of p stages has p - s micro-batches in flight (1F1B)."""
     again = _recomputed(gang, role, batch) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 
@@ -422,8 +422,8 @@ def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
 
 
 def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
-    """Return the bytes of a rank's trunk cache after `rows` rows, up to the cache's limit. Each data-parallel rank
-    keeps its share of the rows."""
+    """Return the bytes of a rank's trunk cache after `rows` rows of `width` tokens, at most the cache's limit. Each
+    data-parallel rank keeps its share of the rows."""
     if not gang.model.frozen_blocks:
         return 0
     return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)

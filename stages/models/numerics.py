@@ -120,9 +120,9 @@ def add_product(total_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, products: Pro
 def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
     """Return x @ weight.T of float32 tensors that hold bfloat16 values, summed in float32 without rounding.
 
-    oneDNN multiplies them as bfloat16, several times as fast if the processor can. (torch's product of bfloat16 tensors
-    rounds its result.) The setting applies to the whole process. It would round the float32 products of other threads
-    meanwhile, but a rank's process has no other threads that compute products.
+    oneDNN multiplies them as bfloat16. This is several times as fast on a processor with bfloat16 products. (torch's
+    product of bfloat16 tensors rounds its result.) The setting applies to the whole process. It would round the float32
+    products of other threads meanwhile, but a rank's process has no other threads that compute products.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision

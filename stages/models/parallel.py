@@ -6,8 +6,8 @@ one layout at a time. `run_megatron_without_cuda` lets the same code run on CPUs
     rank 0 listens ──► tcp://ADDRESS:PORT, given to the others ──► every rank: `store_of` ──► notes (`CollectiveWatch`),
        └── its own `store_of` serves there                                                      process groups
 
-The store listens on the one address of rank 0's host that the other ranks use; on one host that is loopback. It has no
-authentication: like the sockets of gloo and NCCL it trusts its network.
+The store listens on one address only: the address of rank 0's host that the other ranks use. If all ranks are on one
+host, this is loopback. The store has no authentication. It trusts its network, and so do the sockets of gloo and NCCL.
 
 **Missing ranks.** A failed collective does not say which rank hangs. So every rank that sees a collective fail writes a
 note into the store. A rank that hangs or has died writes none.
@@ -110,7 +110,8 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
 def create_groups(
     layout: LayoutConfig, seed: int, device: torch.device, missing_ranks: CollectiveWatch
 ) -> ParallelRank:
-    """Create Megatron's groups in a process group that all ranks of the gang have joined."""
+    """Create Megatron's groups after all ranks of the gang have joined its process group. Return this process's rank in
+    them."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -173,10 +174,10 @@ def is_on_one_host(rank: Rank) -> bool:
 # ---- missing ranks ---------------------------------------------------------------------------------------
 
 _RENDEZVOUS_S = 86_400.0
-"""Time-out for all ranks to join. It is long, because the process that starts the ranks has a deadline of its own and
-then ends them."""
+"""Maximum number of seconds that a rank waits until all ranks have joined. It is long, because the process that starts
+the ranks has a deadline of its own, after which it ends them."""
 _LONGEST_ANSWER_S = 30.0
-"""Longest wait for the other ranks to report that a collective failed for them too."""
+"""Maximum number of seconds to wait until the other ranks report that a collective failed for them too."""
 _ANSWER_S = 2.0
 """Additional seconds for an answer from rank 0's process, which keeps the notes."""
 

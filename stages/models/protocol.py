@@ -55,11 +55,11 @@ class Rank:
     device: int = 0
     """Index of this process's GPU among the GPUs it sees. Not read without GPUs."""
     collective_timeout_s: float = 600.0
-    """Longest wait of a collective for ranks that have not joined it. After this time it raises an error (see
-    `RanksMissing`)."""
+    """Maximum number of seconds that a collective waits for ranks that have not joined it. Then the collective raises
+    an error (see `RanksMissing`)."""
     listening: int | None = None
-    """File descriptor of the socket that listens at `rendezvous`. Rank 0 takes it over under `tcp://`. None on the
-    other ranks and under other schemes."""
+    """On rank 0 under `tcp://`: file descriptor of the socket that listens at `rendezvous`. Rank 0 serves the gang's
+    store on it. None on the other ranks and under other schemes."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class ModelHost(Protocol):
     def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
         """Copy weights, optimizer state and version, and return a function that writes the copy into the directory.
 
-        The directory must exist and be empty. Every rank must call the function before the role is saved again, in any
-        thread, also while the rank makes other calls. The functions of one host must be called one at a time, in the
-        order of the copies. When every rank has written, the function returns the checksums of all files on rank 0,
+        The directory must exist and be empty. Every rank must call the function before the role is saved again. It may
+        do so in any thread, also while it makes other calls. The functions of one host must be called one at a time, in
+        the order of the copies. When every rank has written, the function returns the checksums of all files on rank 0,
         None on the others."""
         ...
 
@@ -158,8 +158,9 @@ class ModelHost(Protocol):
         these are all tensors that `frozen_blocks` does not freeze. With LoRA they are the tensors that have adapters,
         with the adapters merged.
 
-        Return the manifest on rank 0, None on the others. Errors are raised on rank 0 only: ValueError if the version
-        exists with other bits, StoreRefused if the board's memory is full, and any error that another rank had."""
+        Return the manifest on rank 0, None on the others. Errors are raised on rank 0 only. ValueError means that the
+        version exists with other bits. StoreRefused means that the board's memory is full. An error of the board on
+        another rank is raised on rank 0 too."""
         ...
 
     def export(self, board: WeightBoard, directory: Path) -> Callable[[], None]:
@@ -180,9 +181,9 @@ class ModelHost(Protocol):
 
 
 class StateError(RuntimeError):
-    """An error for a resident model that the call cannot use: another version, dirty, or not placed here. Also raised
-    for a checkpoint that does not fit the model or cannot be read, and for a process that is already in a gang. The
-    message names the role or the files."""
+    """An error for a model that a call cannot use, because it has another version, is dirty, or is not placed on this
+    gang. Also raised for a checkpoint that does not fit the model or cannot be read. In these cases the message names
+    the role or the files. Also raised if a process that is already in a gang joins one."""
 
 
 class NonFiniteGradientsError(RuntimeError):

@@ -62,8 +62,8 @@ class Slab:
 def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: int) -> Manifest | None:
     """Write the trained weights to the board as version `version`. Return its manifest on rank 0, None on the others.
 
-    Errors are raised on rank 0 only: ValueError if the version exists with other bits, StoreRefused if the board's
-    memory is full, and any error that another rank had."""
+    Errors are raised on rank 0 only. ValueError means that the version exists with other bits. StoreRefused means that
+    the board's memory is full. An error of the board on another rank is raised on rank 0 too."""
     is_first = dist.get_rank() == 0
     slabs = own_slabs(model, blueprint)
     of_ranks: list[list[Slab]] = from_all_ranks(slabs)
@@ -189,8 +189,8 @@ def _slab(
 
 
 def _share(places: tuple[FilePlace, ...], present: list[int]) -> list[FilePlace]:
-    """Return the tensors whose checksums this rank computes. Tensors are assigned largest first, each to the rank with
-    the fewest bytes so far."""
+    """Return the tensors whose checksums this rank computes. `present`: the ranks that see the file. Tensors are
+    assigned to these ranks, largest first, each to the rank with the fewest bytes so far."""
     loads = dict.fromkeys(present, 0)
     own = []
     for place in sorted(places, key=lambda place: -place.nbytes):

@@ -62,19 +62,20 @@ from stages.ppo.micro_batches import micro_batches, split_balanced
 from storage.exports import write_sums
 
 ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
-"""A function that gets the scores [B] of a micro-batch's rows and the numbers [B] of these rows. It returns (the
-micro-batch's share of the minibatch's loss, stats of the loss). The loss must not depend on rows whose number is
-`NO_ROW`."""
+"""A function that gets the scores [B] of a micro-batch's rows, and the index [B] of each of these rows among all
+training rows. It returns (the micro-batch's share of the minibatch's loss, stats of the loss). The loss must not depend
+on rows whose index is `NO_ROW`."""
 
 NO_ROW = -1
-"""Row number of a row that does not count in the loss. A rank without rows of its own computes such rows."""
+"""Index that stands for a row that does not count in the loss. A rank without rows of its own computes rows that do not
+count."""
 _ROLE = Role.CRITIC
 
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """The groups of one optimizer step. A group is an array of row numbers (indices into `rows`), and its rows are
-    compared with one another. `rows` are all training rows, also those of other steps."""
+    """The groups of one optimizer step. A group is an array of indices into `rows`, and its rows are compared with one
+    another. `rows` holds all training rows, also the rows of other steps."""
 
     rows: TokenRows
     groups: Sequence[np.ndarray]
@@ -156,8 +157,9 @@ class RewardModel:
                 self._trunk.forget()
 
     def train(self, step: int, batch: GroupedRows) -> dict[str, float]:
-        """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, `lr`, `grad_norm`, and
-        `skipped_steps`, which is 1 if the gradient was not finite and the weights did not change."""
+        """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, and three metrics: `lr`,
+        `grad_norm` and `skipped_steps`. The last is 1 if the gradient was not finite; then the weights did not
+        change."""
         trainer = self._trained()
         assert self._total_steps is not None
         micro_batches = group_micro_batches(batch.rows, batch.groups, self._blueprint, self._config.micro_batch_tokens)
@@ -242,7 +244,7 @@ class TokenRows:
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]]) -> TokenRows:
-        """Return rows of uneven lengths as one array."""
+        """Return rows, which may differ in length, as one padded array with the lengths."""
         lengths = np.array([len(row) for row in rows], np.int32)
         tokens = np.zeros((len(rows), int(lengths.max(initial=0))), np.int32)
         for padded, row in zip(tokens, rows, strict=True):
@@ -333,8 +335,8 @@ def _multiple(blueprint: Blueprint) -> int:
 # ---- files -----------------------------------------------------------------------------------------------
 
 _HEAD = 2
-"""Second number of the seed of the generator that draws a new head. It keeps these random numbers apart from others
-that are drawn with the run's seed."""
+"""The generator that draws a new head is seeded with (the run's seed, this number). So its random numbers differ from
+others that are drawn with the run's seed."""
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@
 
 To add a family that computes as Llama does, or that only uses features which are already here (biases of queries, keys
 and values; norms of queries and keys), add an entry to `FAMILIES`. A new feature also needs a field of `ModelSpec`, its
-tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses other
-models.
+tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses models
+of other families, and models with features that are not supported.
 
 The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`) and the readers of a
 Hugging Face directory's small JSON files. It defines the random models (`random:tiny`, …), which are Llamas without
@@ -32,8 +32,8 @@ class Family:
     """The properties of one `model_type` in which families differ."""
 
     only: Mapping[str, Any]
-    """Keys of a config.json that decide how the model is computed, each with its only supported value. A missing or
-    null key counts as that value."""
+    """Key of config.json -> its only supported value. These keys decide how the model is computed. A missing or null
+    key counts as the supported value."""
     needs: tuple[str, ...] = ()
     """Keys that config.json must have. If one were missing, transformers would use a default that fits only one model
     of the family."""
@@ -195,7 +195,8 @@ def _max_positions(config: Mapping[str, Any], family: Family) -> int:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary embedding's settings, from the current key of config.json or the older one."""
+    """Return the rotary embedding's settings: the value of `rope_scaling` in config.json, or of `rope_parameters` if
+    `rope_scaling` is missing or empty. Return an empty mapping if config.json has neither."""
     rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope
 
@@ -220,7 +221,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor by Hugging Face name, from the bottom up, without a tied `LM_HEAD`."""
+    """Return Hugging Face name -> shape for every tensor of a model, from the bottom up. A tied `LM_HEAD` is left
+    out."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
     for layer in range(spec.num_layers):
         shapes |= {layer_tensor(layer, part): size for part, size in layer_shapes(spec).items()}
@@ -231,7 +233,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a layer by the name of its part."""
+    """Return part -> shape for every tensor of a layer."""
     shapes: dict[str, tuple[int, ...]] = {
         INPUT_NORM: (spec.hidden_size,),
         Q_PROJ: (spec.q_size, spec.hidden_size),
@@ -257,7 +259,8 @@ def layer_tensor(layer: int, part: str) -> str:
 
 
 def layer_and_part(name: str) -> tuple[int, str] | None:
-    """Return the layer and the part that `layer_tensor` named, or None for a tensor outside the layers."""
+    """Return (layer, part) for a tensor's name, the reverse of `layer_tensor`. Return None for a tensor outside the
+    layers."""
     if not name.startswith(_LAYERS):
         return None
     layer, _, part = name.removeprefix(_LAYERS).partition(".")
@@ -321,7 +324,8 @@ RANDOM_8B, RANDOM_70B = "random:8b-shape", "random:70b-shape"
 tokens are bytes, like those of `random:tiny`."""
 
 REWARD_BIAS = "reward_bias"
-"""Key of a reward model's config.json: the number added to the output of its head, which has no bias of its own."""
+"""Key of a reward model's config.json. Its value is added to the output of the head, since the stored head has no
+bias."""
 
 _TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -379,7 +383,8 @@ def is_random(path: str) -> bool:
 
 def cached_in_hub(path: str) -> str:
     """Return the directory of a model in this account's Hugging Face cache if `path` is the name (`org/model`) of a
-    cached model. Return `path` itself if it is not, or if a file of this path exists. Nothing is downloaded."""
+    cached model. Return `path` itself if it is anything else, or if a file or directory of this path exists. Nothing is
+    downloaded."""
     if not _HUB_NAME.fullmatch(path) or Path(path).exists():
         return path
     stored = _hub_cache() / f"models--{path.replace('/', '--')}"
@@ -418,7 +423,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_eos_ids(path: str) -> tuple[int, ...]:
-    """Return the model's end-of-sequence tokens, from generation_config.json if it names any, else from config.json."""
+    """Return the model's end-of-sequence tokens, from generation_config.json if it names any, else from config.json.
+    Return an empty tuple if neither file names any."""
     generation = Path(path) / "generation_config.json"
     eos_ids = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
     if eos_ids is None:

@@ -63,8 +63,8 @@ def token_logprobs(
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob of every token, entropy in nats of the distribution it was sampled from), float32 [N] each,
-    given the hidden states that predict them.
+    """Return (log-prob of every token, entropy in nats of the distribution that the token was sampled from), float32
+    [N] each. `hidden_NH`: the hidden states that predict the tokens.
 
     `index_N`: index of each token in its response. The computation is vocabulary-parallel: each tensor-parallel rank
     multiplies with its part of the output layer, and all ranks get the same result.
@@ -102,8 +102,8 @@ class _TokenLogprobs(torch.autograd.Function):
         kernels: BlockKernels,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
-        """Compute both outputs. Token numbers in `target_N` and in the distribution count from this rank's first token,
-        so a target of another rank is outside 0..V-1. `early_N`: True where the response must not end yet."""
+        """Compute both outputs. Token ids in `target_N` and in the distribution are relative to this rank's first
+        token, so a target of another rank is outside 0..V-1. `early_N`: True where the response must not end yet."""
         blocks = _blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)
         operand_NH = _operand(hidden_NH, weight_VH)
         kept_bytes = KEPT_BYTES if any(ctx.needs_input_grad) else 0
@@ -201,8 +201,8 @@ def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
 def _logits(
     operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution: Distribution, products: Products
 ) -> Tensor:
-    """Return the float32 logits [N, W] of one block of the vocabulary, after temperature and exclusions. The
-    distribution's tokens count from the block's first token."""
+    """Return the float32 logits [N, W] of one block of the vocabulary, after temperature and exclusions. Token ids in
+    the distribution are relative to the block's first token."""
     if weight_WH.dtype == torch.bfloat16 and weight_WH.is_cpu:
         z_NW = multiply_bfloat16(operand_NH, weight_WH.float())
     elif operand_NH.dtype == torch.float32:
@@ -234,7 +234,8 @@ def _columns_in_block(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 def _cut(distribution: Distribution, block: slice) -> Distribution:
-    """Return the distribution with tokens counted from the block's first token, without tokens of other blocks."""
+    """Return the distribution with token ids relative to the block's first token. Tokens of other blocks are left
+    out."""
 
     def local(tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(t - block.start for t in tokens if block.start <= t < block.stop)
@@ -243,7 +244,7 @@ def _cut(distribution: Distribution, block: slice) -> Distribution:
 
 
 def _shifted(distribution: Distribution, first_token: int) -> Distribution:
-    """Return the distribution with tokens counted from this rank's first token."""
+    """Return the distribution with token ids relative to this rank's first token."""
     suppressed, eos = ([t - first_token for t in tokens] for tokens in (distribution.suppressed, distribution.eos))
     return replace(distribution, suppressed=tuple(suppressed), eos=tuple(eos))
 

@@ -62,7 +62,7 @@ class Minibatch:
     rows: np.ndarray
     """Rows of all ranks, as indices into the arrays of the step."""
     row_numbers: np.ndarray
-    """Number within the step (`Rollout.row`) of every row of the step's arrays."""
+    """`Rollout.row` of every row in the step's arrays: its number within the step, which messages name."""
     micro_batches: list[MicroBatch]
     """This rank's share: at least one, unless the minibatch is empty."""
     loss: Callable[[int], Loss]
@@ -372,7 +372,8 @@ class Trainer:
         return architecture
 
     def _set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate and, as Megatron's scheduler does, the weight decay: norms and biases do not decay."""
+        """Set the learning rate and the weight decay. Norms and biases do not decay. (Megatron's scheduler, which is
+        not used, would set both in this way.)"""
         for group in self._adam.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]

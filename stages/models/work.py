@@ -28,8 +28,8 @@ class UpdateWork:
     """Peak operations per second of all ranks together."""
 
     def metrics(self) -> dict[str, float]:
-        """Return tokens_per_s, tflops_per_s, peak_tflops and mfu, the model FLOPs utilisation (Chowdhery et al. 2022,
-        appendix B): tflops_per_s / peak_tflops."""
+        """Return tokens_per_s, tflops_per_s, peak_tflops and mfu. mfu is the model FLOPs utilisation, tflops_per_s /
+        peak_tflops (Chowdhery et al. 2022, appendix B)."""
         return {
             "tokens_per_s": self.tokens / self.seconds,
             "tflops_per_s": self.flops / self.seconds / 1e12,

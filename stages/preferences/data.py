@@ -55,7 +55,7 @@ class JudgedRows:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are compared with one another, and their judged pairs."""
+    """Indices of rows that are compared with one another, and the judged pairs of these rows."""
 
     rows: np.ndarray
     pairs: Pairs
@@ -116,16 +116,18 @@ def tokenise_judgements(
 
 
 def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
-    """Return all pairs of some rows whose ratings differ by `min_gap` or more, the better row first."""
+    """Return all pairs among `rows` whose two ratings differ by `min_gap` or more, the better row first. `ratings`: the
+    ratings of all rows of the part."""
     above = ratings[rows][:, None] - ratings[rows] >= min_gap
     better, worse = np.nonzero(above)
     return Pairs(rows[better], rows[worse])
 
 
 def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -> Pairs:
-    """Draw at most `max_pairs` of the pairs whose ratings differ by `min_gap` or more, each with the same probability,
-    without listing all of them. Each row has a list of the rows that are worse by `min_gap` or more, sorted by rating.
-    If the lists are joined end to end, each pair has a position, and positions are drawn."""
+    """Return at most `max_pairs` random pairs of rows whose two ratings differ by `min_gap` or more. All of these pairs
+    have the same probability. They are drawn without a list of all pairs. Each row stands for a list of the rows that
+    are worse by `min_gap` or more, sorted by rating. If the lists are joined end to end, each pair has a position, and
+    positions are drawn."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()

@@ -28,7 +28,7 @@ from stages.models.checkpoints import masters_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements of a block: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
+"""Device -> number of elements of a block: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
 
 
 class BlockAdamW(torch.optim.Optimizer):

@@ -68,7 +68,7 @@ class Snapshot:
     """A copy of the state that a rank writes."""
 
     tensors: Mapping[str, Sequence[ShardedTensor]]
-    """The shards that this rank writes, by key."""
+    """Key of a tensor -> the shards of it that this rank writes."""
     common: Mapping[str, Any]
     """Values that are the same on every rank and in every layout."""
 
@@ -96,7 +96,7 @@ def write_snapshot(
     taken: Snapshot, directory: Path, group: dist.ProcessGroup, threads: int, *, fsync: bool = True
 ) -> dict[str, FileSum] | None:
     """Write this rank's part into an existing, empty directory, and wait until all ranks have written theirs. Return
-    the checksums of all files by name on rank 0, None elsewhere. `fsync`: sync the files to the disk.
+    the checksums of all files by name on rank 0, None elsewhere. `fsync`: True if the files must be synced to the disk.
 
     This is a collective call over `group`. The group has all ranks, and nothing else uses it during the call. Errors
     are raised on every rank.

@@ -53,8 +53,8 @@ class OptimizerConfig:
     parameter less; adamw for all other tensors. adafactor and muon need whole matrices on each rank, so they run only
     under data and pipeline parallelism."""
     lr: float = setting(1e-5, at_least(0))
-    """Learning rate. The steps of all optimizers are scaled to the size of adamw's steps, so a rate for adamw is a
-    first choice for the others. At the same rate muon moves less in a short run."""
+    """Learning rate. The steps of all optimizers are scaled to about the root mean square of adamw's steps, so a rate
+    for adamw is a first choice for the others. At the same rate muon moves less in a short run."""
     warmup_steps: int = setting(0, at_least(0, " (0: none)"))
     """PPO steps of linear warm-up."""
     decay: Literal["linear", "cosine", "constant"] = "linear"

@@ -65,7 +65,7 @@ class Collective:
 
 @dataclass
 class Usage:
-    """Bytes by place: the bytes in use (`live`), and the most in use since the last `restart` (`peak`)."""
+    """Place -> bytes: `live` has the bytes in use, `peak` the maximum in use since the last `restart`."""
 
     live: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
@@ -86,10 +86,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.usage = Usage()
         self.operations: Counter[str] = Counter()
-        """Number of calls of each of torch's operations, by name."""
+        """Name of a torch operation -> number of its calls."""
         self.collectives: list[Collective] = []
         self.group_names: dict[str, str] = {}
-        """Readable name of each process group, by torch's name of the group."""
+        """torch's name of a process group -> readable name."""
         self.reads_files = False
         """True while new tensors count as pages of the model's files (FILES)."""
         self._counted: dict[int, tuple[str, int]] = {}
@@ -166,8 +166,8 @@ class _FakeTensors(FakeTensorMode):
 
 
 class NoNumbers(TorchFunctionMode):
-    """Gives an answer to code that reads the numbers of a fake tensor: zeros, False for a condition, and `lists` for
-    `tolist`. It also makes attention and norms use the operations that CUDA would use."""
+    """Answers code that reads the numbers of a fake tensor. The answer is 0 for a number, False for a condition, and
+    `lists` for `tolist`. It also makes attention and norms use the operations that CUDA would use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,8 @@ def cut_micro_batches(
     max_rows: int | None = None,
     multiple: int = 1,
 ) -> list[MicroBatch]:
-    """Cut `rows` of tokens and response_mask [all rows, seq] into micro-batches of similar numbers of tokens.
+    """Cut some rows of `tokens` and of `mask` (response_mask), both [all rows, seq], into micro-batches of similar
+    numbers of tokens. `rows`: indices of these rows.
 
     A micro-batch has at most `max_tokens` tokens, unless it is a single longer row, and at most `max_rows` rows. Its
     number of tokens is rounded up to a multiple of `multiple`. Raises ValueError for a row whose first token was

@@ -131,8 +131,8 @@ rank."""
 
 
 def adapted_weight(name: str) -> tuple[str, str]:
-    """Return (name of the weight that an adapter's A or B belongs to, suffix of the names of its Hugging Face parts).
-    For names of other parameters return (name, "")."""
+    """Return (name of the weight that an adapter's A or B belongs to, suffix of the adapter's Hugging Face names). For
+    names of other parameters return (name, "")."""
     linear, separator, side = name.partition(".lora.")
     return (f"{linear}.weight", f".lora_{side}") if separator else (name, "")
 
@@ -197,12 +197,12 @@ class HFPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor
-    """The view. For queries, keys and values its first axis is the groups and its second the rows of a group, unless
-    `spans` is given."""
+    """The view. For queries, keys and values without `spans`, the first axis is the groups, and the second axis is the
+    rows of a group."""
     axis: int | None
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int
-    """Length of that axis in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
+    """Length of `axis` in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
     spans: tuple[tuple[int, int], ...] = ()
     """If the parts differ in length: (index of the first element along `axis` in the whole tensor, number of elements)
     of each rank's part. Empty if all parts have the length of `tensor`, padding included."""

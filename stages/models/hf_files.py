@@ -236,8 +236,9 @@ def weight_files(path: str) -> list[Path]:
 
 
 def file_digests(path: str) -> dict[str, str]:
-    """Return the XXH3 hash of every file that a model is read from, by name: weights, config and tokenizer. It detects
-    accidental changes, not forgery. Raises what `weight_files` raises."""
+    """Return file name -> XXH3 hash for every file that a model is read from: weights, config and tokenizer. The hashes
+    detect accidental changes, not forgery. A random model has the one entry `path` -> "built in". Raises what
+    `weight_files` raises."""
     if is_random(path):
         return {path: "built in"}
     weights = weight_files(path)

@@ -42,9 +42,9 @@ _LARGE_STD = 0.02
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Return all tensors by Hugging Face name, in their stored dtype. A tied `lm_head.weight` is usually not among
-    them. A reward model also has `SCORE_BIAS`, which is read from its config.json. Raises FileNotFoundError, naming the
-    missing files."""
+    """Return Hugging Face name -> tensor for all tensors of a model, in their stored dtype. A tied `lm_head.weight` is
+    usually not among them. A reward model also has `SCORE_BIAS`, which is read from its config.json. Raises
+    FileNotFoundError, naming the missing files."""
     if is_random(path):
         return _random_weights(path)
     weights: dict[str, torch.Tensor] = {}

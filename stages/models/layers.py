@@ -1,5 +1,5 @@
-"""Modules that replace Megatron's own modules in its transformer layer, the layer specification, and the rotary
-frequencies, which trainer and engines share.
+"""Replacements of Megatron's own modules in its transformer layer, and the layer's specification. The rotary
+frequencies, which trainer and engines share, and the packing of rows are here too.
 
 Shape suffixes of modules: N tokens of all rows, one after another; B rows of one length, T tokens of each; K heads, G
 groups of them that share keys and values, D head dimension, H hidden size, F features.
@@ -141,9 +141,9 @@ class PackedAttention(SelfAttention):
 class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernels, with grouped queries. No mask is needed, since no token is padding.
 
-    On GPUs with 16-bit heads one call computes all rows, unless the run must be deterministic: the backward pass of
-    this call adds numbers up in an order that varies. (This was never run on a GPU.) Otherwise there is one call for
-    each group of adjacent rows of the same length."""
+    On a GPU one call computes all rows if the heads are 16-bit, torch lets query heads share keys (`_SHARES_KEYS`), and
+    the run need not be deterministic: the backward pass of this call adds numbers up in an order that varies. (This was
+    never run on a GPU.) Otherwise there is one call for each group of adjacent rows of the same length."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)

@@ -102,9 +102,9 @@ class Adapter(Module):
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
     def forward(self, x_N1K: Tensor, product_N1M: Tensor) -> Tensor:
-        """Return the linear's product (`product_N1M`) plus the adapter's product. The last product adds to
-        `product_N1M`, in place if possible: a separate addition would read and write it once more, which takes longer
-        than the adapter's narrow products."""
+        """Return the linear's product (`product_N1M`) plus the adapter's product. The adapter's last matrix product
+        adds to `product_N1M` directly, in place if possible. A separate addition would read and write `product_N1M`
+        once more, which takes longer than the adapter's narrow products."""
         inner_N1R = self.multiply(x_N1K, self.A, None)
         if self.by_rows:
             # A is whole on each rank, B has the rank's outputs; the backward pass adds the ranks' gradients up

@@ -224,8 +224,8 @@ def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
 def _held_parameters(gang: GangModels, stage: int) -> int:
     """Return the number of parameters in `model.dtype` that a rank holds above the frozen blocks, for all roles.
 
-    With LoRA the roles of one model share blocks, embedding and norm, which count once. Under pipeline parallelism a
-    critic with fewer blocks has other blocks on a stage than the policy.
+    With LoRA the roles that start from `model.path` share blocks, embedding and norm. These count once. Under pipeline
+    parallelism a critic with fewer blocks has other blocks on a stage than the policy.
     """
     shared = gang.roles - gang.own.keys() if gang.model.lora.rank else frozenset()
     alone = sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles - shared)

@@ -335,8 +335,8 @@ def _multiple(blueprint: Blueprint) -> int:
 # ---- files -----------------------------------------------------------------------------------------------
 
 _HEAD = 2
-"""The generator that draws a new head is seeded with (the run's seed, this number). So its random numbers differ from
-others that are drawn with the run's seed."""
+"""Second part of the seed with which a new head is drawn; the first part is the run's seed. So its random numbers
+differ from others that are drawn with the run's seed."""
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:

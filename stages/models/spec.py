@@ -302,8 +302,8 @@ def _divides(spec: ModelSpec, tensor: int) -> bool:
     """Return True if heads need no padding. There are two cases:
 
     - Every rank has the same number of whole groups.
-    - There are fewer groups than ranks. Then, as in Megatron, the ranks of a group share its key and value and split
-      its queries, and all ranks must hold equal parts of the fused projection.
+    - The number of ranks is a multiple of the number of groups, and it divides both the number of query heads and the
+      number of rows of the fused projection. The ranks of a group then share its key and value and split its queries.
     """
     if spec.num_kv_heads % tensor == 0:
         return True

@@ -81,7 +81,7 @@ class TracedPhase:
 
     name: str
     peak: Mapping[str, int]
-    """Maximum number of bytes in use at one time, by place (see `fake_gpu`)."""
+    """Place (see `fake_gpu`) -> maximum number of bytes in use at one time."""
     collectives: Sequence[Collective]
     """Collectives in the order of the calls."""
 
@@ -97,7 +97,7 @@ class TracedRank:
     """Bytes of the tensors that this rank writes, or writes a part of, when the policy is published. Each of these
     tensors counts with its whole size."""
     operations: Mapping[str, int]
-    """Number of calls of each of torch's operations in all phases, by name."""
+    """Name of a torch operation -> number of its calls in all phases."""
 
     def peak(self, place: str) -> int:
         return max(phase.peak.get(place, 0) for phase in self.phases)
@@ -216,7 +216,7 @@ _BACKEND = "cpu:fake,fakegpu:fake"
 
 @contextmanager
 def _fake_gang(recorder: Recorder) -> Iterator[None]:
-    """Return a context in which a host joins a gang without other processes, and gets empty tensors of the right shapes
+    """Return a context in which a host joins a gang without other processes, and gets tensors that have only shapes
     instead of weights from files."""
     device = fake_device()
 

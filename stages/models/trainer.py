@@ -2,7 +2,7 @@
 the state that a checkpoint saves.
 
 Under float16, whose smallest number is 6e-8, the loss is multiplied by a loss scale before the backward pass, so that
-small gradients are not rounded to 0. The gradients are divided by it in float32 before anything reads them.
+small gradients are not rounded to 0. The gradients are divided by the scale, in float32, before anything reads them.
 
     gradients finite    a step; after GROWTH_INTERVAL such steps in a row    scale' = 2 scale
     not finite          no step                                              scale' = max(scale / 2, minimum)

@@ -50,7 +50,7 @@ def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, weight) of this pipeline stage's weights that training changes. Without LoRA, these are the trained
     weights. With LoRA, they are copies of the adapted weights with the adapters merged in. Only the rank with TP and DP
-    rank 0 makes and yields such copies."""
+    rank 0 makes and yields these copies; every rank of the stage yields a trained head."""
     trained, rank, lora = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
     if not lora.rank:
         yield from trained

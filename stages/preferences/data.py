@@ -41,7 +41,8 @@ class JudgedRows:
 
     rows: TokenRows
     pairs: Pairs
-    """For ratings: the pairs on which accuracy is measured. (The pairs to train on are drawn anew for every epoch.)"""
+    """The judged pairs. For ratings: the pairs on which accuracy is measured. (The pairs to train on are drawn anew for
+    every epoch.)"""
     units: np.ndarray
     """int64 [rows]: index of the row's prompt among the prompts of this part; for ratings, index of the text."""
     texts: list[str]

@@ -40,8 +40,8 @@ def bradley_terry_loss(
     worse: Int[Tensor, " pairs"],
     weights: Float[Tensor, " pairs"],
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """Return -sum of weight * log sigma(r_better - r_worse), the negative log-likelihood of the judgements (Bradley and
-    Terry 1952), and these stats:
+    """Return (loss, stats). The loss is -sum of weight * log sigma(r_better - r_worse), the negative log-likelihood of
+    the judgements (Bradley and Terry 1952). The stats are:
 
     - the loss
     - `accuracy`: weighted share of pairs that are ordered as judged; a tie counts half
@@ -58,8 +58,8 @@ def bradley_terry_loss(
 def regression_loss(
     scores: Float[Tensor, " rows"], ratings: Float[Tensor, " rows"], weights: Float[Tensor, " rows"]
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """Return the sum of weight * (score - rating)^2, and its stats: the loss, and `absolute_error`, the weighted mean
-    of |score - rating|."""
+    """Return (loss, stats). The loss is the sum of weight * (score - rating)^2. The stats are the loss and
+    `absolute_error`, which is the weighted mean of |score - rating|."""
     errors = scores - ratings
     loss = (weights * errors**2).sum()
     with torch.no_grad():
@@ -170,7 +170,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def reliability(margins: np.ndarray) -> Reliability:
-    """Return the calibration of Bradley–Terry scores. Their confidence in the order of a pair is sigma(|margin|)."""
+    """Return the calibration of Bradley–Terry scores. The model's confidence in the order of a pair is
+    sigma(|margin|)."""
     confidence = 1 / (1 + np.exp(-np.abs(margins)))
     bins = np.minimum(((confidence - 0.5) * 2 * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)

@@ -57,8 +57,8 @@ class PartFigures:
     """float64 [pairs]: score of the better row minus score of the worse row."""
     metrics: dict[str, float]
     """Always: accuracy, accuracy_se, margin. With the Bradley-Terry loss: loss, ece. With a teacher: agreement,
-    spearman, teacher_accuracy, accuracy_of_teachers. With ratings: correlation. With standard errors of the ratings:
-    best_accuracy."""
+    spearman, teacher_accuracy, accuracy_of_teachers (see `_beside_teacher`). With ratings: correlation. With standard
+    errors of the ratings: best_accuracy."""
     reliability: Reliability | None
     """Calibration of Bradley-Terry scores. None for other losses."""
 
@@ -110,9 +110,8 @@ def train_reward_model(
     config: RewardTrainingConfig,
     report: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
-    """Train the model, go back to the state with the best validation accuracy (the earliest if several are equal), and
-    measure this state. Under `config.normalise`, first set its bias so that the scores of the training rows have mean
-    0.
+    """Train the model, and go back to the state with the best validation accuracy (the earliest if several are equal).
+    Under `config.normalise`, set the bias so that the scores of the training rows have mean 0. Then measure this state.
 
     Raises:
         TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or a score is not finite.

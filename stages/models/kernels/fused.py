@@ -40,5 +40,5 @@ def with_fusions(kernels: BlockKernels, model: ModelConfig, device: torch.device
 
 def adds_gradients(device: torch.device) -> bool:
     """Return True if the device is a GPU and Apex's extension is installed, whose product adds a weight's gradient to
-    `main_grad`. The product gives the same bits every time, as torch's own products do."""
+    `main_grad`. Both this product and torch's own give the same bits every time."""
     return device.type == "cuda" and bool(layers._grad_accum_fusion_available)

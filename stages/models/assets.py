@@ -136,7 +136,7 @@ GGUF_NAMES = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM}
 
 
 def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """Return the file's tensors, dequantised to fp32, by Hugging Face name."""
+    """Return Hugging Face name -> tensor for all tensors of a GGUF file, dequantised to fp32."""
     tensors = {}
     for tensor in reader.tensors:
         weights = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)

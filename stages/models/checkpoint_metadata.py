@@ -42,8 +42,9 @@ _CLASSES = {
         "TensorStorageMetadata",
     },
 }
-"""Names that `.metadata` may contain beside torch's dtypes, by module. They suffice for every layout, with LoRA, for
-bfloat16 and for any optimizer. (BytesStorageMetadata is left out: torch would unpickle the bytes that it describes.)"""
+"""Module -> names of this module that `.metadata` may contain, beside torch's dtypes. The names suffice for every
+layout, with LoRA, for bfloat16 and for any optimizer. (BytesStorageMetadata is left out: torch would unpickle the bytes
+that it describes.)"""
 _NOT_ONE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,

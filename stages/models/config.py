@@ -124,8 +124,8 @@ class ModelConfig:
     have the policy's architecture and frozen blocks."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the models' forward and backward passes. Master weights are float32, and so are gradients and moments
-    unless `policy` or `critic` says otherwise. On a CPU float16 runs in plain torch, several times as slow as the
-    others."""
+    unless `policy` or `critic` says otherwise. On a CPU float16 runs in plain torch, which is several times as slow as
+    the other dtypes."""
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True

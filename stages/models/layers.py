@@ -98,7 +98,8 @@ class Gate(torch.nn.Module):
 
 
 class PackedAttention(SelfAttention):
-    """Megatron's self-attention over packed rows. One kernel splits the heads and applies the rotary embedding."""
+    """Megatron's self-attention over packed rows. One kernel splits the heads. It also applies the rotary embedding,
+    unless queries and keys are normed first."""
 
     def __init__(self, *args: Any, kernels: BlockKernels, **options: Any) -> None:
         super().__init__(*args, **options)

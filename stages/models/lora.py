@@ -217,7 +217,7 @@ def _drawn(key: str, shape: tuple[int, int]) -> Tensor:
 
 ADAPTERS = "adapter"
 """Subdirectory of a model's directory for the adapters. If they lay beside config.json, transformers would add them to
-the model, which has them merged already."""
+the model, whose weights contain them already."""
 _PREFIX = "base_model.model."
 
 

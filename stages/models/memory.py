@@ -241,8 +241,8 @@ def _held_parameters(gang: GangModels, stage: int) -> int:
 
 
 def trunk_parameters(gang: GangModels) -> int:
-    """Return the number of parameters that a rank holds of the frozen blocks and the embedding, which all roles
-    share."""
+    """Return the number of parameters of the trunk (frozen blocks and embedding) on one rank. All roles share the
+    trunk. Return 0 without frozen blocks."""
     spec, frozen = gang.spec, gang.model.frozen_blocks
     if not frozen:
         return 0
@@ -443,8 +443,8 @@ def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> floa
 def rank_bytes(
     gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: RowsSize, device: str
 ) -> dict[str, int]:
-    """Return all bytes that a rank of a pipeline stage needs, by purpose. `batches`: micro-batch size of each trained
-    role."""
+    """Return purpose -> bytes for all the memory that a rank of a pipeline stage needs. `batches`: trained role -> size
+    of its micro-batches."""
     last = stage == gang.layout.pipeline - 1
     held = {role: held_bytes(gang, role, rows, stage) for role in gang.trained}
     working: dict[Role, tuple[int, int]] = {}

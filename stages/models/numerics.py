@@ -147,8 +147,8 @@ def weight_gradient(grad_NM: Tensor, x_NK: Tensor, products: Products) -> Tensor
 
 
 def measure() -> dict[str, float]:
-    """Return the milliseconds of each product by each library in this process. Each is the best of several runs; the
-    libraries take turns."""
+    """Return library and product ("torch forward" and so on) -> milliseconds in this process. Each time is the best of
+    several runs; the libraries take turns."""
     rows, inputs, outputs = MEASURED_SHAPE
     # not random numbers, since the run uses the process's generator
     x_NK, weight_MK, grad_NM = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)

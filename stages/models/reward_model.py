@@ -340,8 +340,8 @@ differ from others that are drawn with the run's seed."""
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
-    """Return the tensors of a new head by name: a zero bias, and a random normal weight with standard deviation 1 /
-    sqrt(hidden_size + 1). The first scores are then of the order of 1 (Stiennon et al. 2020; Huang et al. 2024)."""
+    """Return name -> tensor of a new head. The bias is zero. The weight is random and normal, with standard deviation 1
+    / sqrt(hidden_size + 1). The first scores are then of the order of 1 (Stiennon et al. 2020; Huang et al. 2024)."""
     drawn = np.random.default_rng([seed, _HEAD]).standard_normal((1, hidden_size), np.float32)
     return {
         SCORE_WEIGHT: torch.from_numpy(drawn) / math.sqrt(hidden_size + 1),

@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True,
     ),
 }
-"""Families by `model_type`: llama is Llama 2 and 3.x, qwen2 is Qwen 2 and 2.5."""
+"""`model_type` -> family. llama is Llama 2 and 3.x, qwen2 is Qwen 2 and 2.5."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """[vocab_size, hidden_size]"""

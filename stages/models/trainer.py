@@ -305,8 +305,8 @@ class Trainer:
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version and mark it uncommitted. Drop the previous version's kept forwards, which are still there if
-        all minibatches were empty or the role was not trained."""
+        """Set the version and mark it uncommitted. Drop the previous version's kept forwards. (They are still there if
+        all minibatches were empty or the role was not trained.)"""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -334,8 +334,8 @@ class Trainer:
             release(self._gradient_buffers())
 
     def _beside_weights(self) -> Iterator[Tensor]:
-        """Yield the optimizer's tensors that are not the model's weights. (In float32 the weights are their own master
-        weights.)"""
+        """Yield masters and moments, without masters that share memory with the model's weights. (In float32 the
+        weights are their own masters.)"""
         (inner,) = self._optimizer.chained_optimizers
         weights = {storage._cdata for storage in storages(self.model.parameters())}
         masters = [master.tensor for master in masters_of(inner)]

@@ -84,9 +84,9 @@ def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool) -> d
 
 
 def _from_all_stages(rank: ParallelRank, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all stages on rank 0, and `tensors` on the others. The first rank of each stage sends its
-    tensors one after another. A single collective would pad every rank's part to the largest, and collect all parts on
-    the device."""
+    """Return the tensors of all stages on rank 0, and `tensors` unchanged on the others. The first rank of each stage
+    sends its tensors one after another. A single collective would pad every rank's part to the largest, and collect all
+    parts on the device."""
     sends = rank.tensor_rank == rank.data_rank == 0
     listed = [(name, t.shape, t.dtype) for name, t in tensors.items()] if sends and not rank.first_stage else []
     expected: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -127,8 +127,8 @@ class Reliability:
 
     @property
     def ece(self) -> float:
-        """Expected calibration error (Guo et al. 2017): mean of |accuracy - confidence| over the bins, weighted by
-        their numbers of pairs."""
+        """Expected calibration error (Guo et al. 2017): mean of |accuracy - confidence| over the bins. Each bin is
+        weighted by its number of pairs."""
         held = self.counts > 0
         gaps = np.abs(self.accuracy - self.confidence)[held]
         return float((gaps * self.counts[held]).sum() / self.counts.sum())

@@ -68,7 +68,7 @@ class TrainingOutcome:
     """Result of a whole training."""
 
     best_step: int
-    """Number of optimizer steps after which the kept state was reached."""
+    """Number of optimizer steps that led to the kept state."""
     steps: int
     validation: PartFigures
     held_out: PartFigures

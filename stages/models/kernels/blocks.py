@@ -315,8 +315,8 @@ class _Add(torch.autograd.Function):
 
 
 def _layout(sizes: HeadSizes, row: int) -> tuple[tuple[_Heads, bool], ...]:
-    """Return the positions of queries, keys and values in a row of `linear_qkv`'s output, each with True if the rotary
-    embedding applies to it."""
+    """Return (position in a row of `linear_qkv`'s output, True if the rotary embedding applies) for queries, for keys
+    and for values."""
     queries, group = sizes.queries_per_group, (sizes.queries_per_group + 2) * sizes.dim
     return (
         (_Heads(row, 0, group, queries, sizes.groups * queries, sizes.dim), True),

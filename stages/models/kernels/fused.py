@@ -2,8 +2,8 @@
 
 SwiGLU            yes: one kernel instead of three, and the backward pass keeps its input only. torch.compile makes
                   it with Triton, at the first call
-weight gradients  yes, if Apex's extension is installed: the product adds to `main_grad`, without a tensor as large
-                  as the weight and a pass over both
+weight gradients  yes, if Apex's extension is installed: the product adds to `main_grad`. This saves a tensor
+                  as large as the weight, and a pass over this tensor and `main_grad`
 rotary embedding, softmax, cross entropy, norms, bias and dropout
                   no: they replace parts of Megatron's attention, output layer and blocks that this project replaces
 """

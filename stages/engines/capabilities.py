@@ -55,7 +55,8 @@ class Capabilities:
     """True if the engine returns the log-probs of given tokens (`Request.forced`). The comparison of engine and trainer
     needs it (config section `mismatch`)."""
     updates: frozenset[Literal["drain", "inflight"]]
-    """Ways to load new weights (see `rollout.versions`)."""
+    """Ways to load new weights (see `rollout.versions`). drain: after the rows in flight have finished. inflight: while
+    rows run; these rows continue under the new weights."""
     sources: frozenset[Literal["tensors", "mapped"]]
     """Forms of weights that `load_weights` can take. tensors: tensors in this process. The engine packs them and checks
     in the same pass that their numbers are finite. mapped: places of tensors in files (`MappedTensors.places`). The
@@ -189,6 +190,6 @@ def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def able(config: EngineConfig, device: Device, can: Callable[[Capabilities], bool]) -> list[str]:
-    """Return the kinds of engines whose capabilities satisfy `can` if the other settings of the config stay the same.
-    Error messages suggest them."""
+    """Return every `engine.kind` whose capabilities on this device, with the other settings of `config`, satisfy `can`.
+    Error messages suggest these kinds."""
     return [kind for kind, stated in STATED.items() if can(stated(config, device))]

@@ -43,9 +43,10 @@ class EmbeddedConfig:
     """Settings of the embedded engine."""
 
     kernels: Literal["auto", "native", "torch", "triton"] = "auto"
-    """Implementation of the model's operations: C compiled on this machine (native, on a CPU), Triton (on CUDA; torch
-    computes the matrix products), or plain torch. auto: C on a CPU if there is a compiler, Triton on CUDA if it is
-    installed, otherwise torch. Engines whose log-probs must agree to the last bit need the same kernels."""
+    """Implementation of the model's operations. native: C for a CPU, compiled on this machine. triton: Triton for CUDA;
+    torch computes the matrix products. torch: plain torch. auto: native on a CPU if there is a compiler, triton on CUDA
+    if Triton is installed, otherwise torch. Engines whose log-probs must agree to the last bit need the same
+    kernels."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
@@ -72,16 +73,16 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the engine's weights and activations."""
     kv_budget_mb: int = setting(512, at_least(1))
-    """Memory for all keys and values of a replica, in MB. If the rows need more, the youngest rows wait and are resumed
-    later. vLLM and TensorRT-LLM reserve all of this memory at their start."""
+    """Memory for all keys and values of a replica, in MiB. If the rows need more, the youngest rows wait and are
+    resumed later. vLLM and TensorRT-LLM reserve all of this memory at their start."""
     cuda_graphs: bool = True
     """Capture decode passes as CUDA graphs, once per size, and replay them. This has an effect only on CUDA, and in the
     embedded engine only with Triton's kernels. TensorRT-LLM ignores it and decides itself."""
     tensor_parallel: int = setting(1, at_least(1))
-    """Tensor-parallel ranks of a replica: each holds some heads and a part of the MLP of every block."""
+    """Number of ranks that share each block of a replica. Each of them holds some heads and a part of the MLP."""
     pipeline_parallel: int = setting(1, at_least(1))
-    """Pipeline stages of a replica, each with some of the blocks. A replica has tensor_parallel x pipeline_parallel
-    ranks. Each rank is a process with a device (or threads) of its own."""
+    """Number of pipeline stages of a replica. Each stage holds some of the blocks. A replica has tensor_parallel x
+    pipeline_parallel ranks. Each rank is a process with a device (or threads) of its own."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 

@@ -4,8 +4,8 @@ A run uses an engine as follows. Several shards (parts of a step's rows) call `g
 threads. The engine batches the rows of all calls, and yields each row as it finishes. Every request names the version
 of the weights that it must be sampled with (`Request.version`). If another version is resident, the caller first calls
 `load_weights`. By default `load_weights` waits until the rows of the older version have finished (drain). An engine
-that updates in flight does not wait: its accepted rows continue under the new weights. It also accepts rows that ask
-for an older version than the resident one. `Completion.versions` tells which version sampled each token.
+that updates in flight does not wait: rows that it has accepted continue under the new weights, and it also accepts rows
+that ask for an older version than the resident one. `Completion.versions` tells which version sampled each token.
 
 Let p be the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. If
 draws are keyed, the token at a position is argmax(log p + Gumbel noise). Positions are counted from the prompt's first
@@ -158,8 +158,8 @@ class GenerationEngine(Protocol):
     """Version of the resident weights."""
     capabilities: Capabilities
     numerics: Mapping[str, str]
-    """Name of a fact -> its value. The last bits of the engine's results depend on these facts. `kernels` is always
-    given, and `device` if the engine computes in another process."""
+    """Name of a fact -> its value. The last bits of the engine's results depend on these facts. The fact `kernels` is
+    always given. The fact `device` is given if the engine computes in another process."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Sample responses, and yield each row as it finishes. Thread-safe.
@@ -242,7 +242,7 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
 
 def check_ability(request: Request, can: Capabilities) -> None:
     """Check that an engine with these capabilities can serve a request. Raises RequestError, naming the row, if it
-    cannot. A run that would make such requests is refused before it starts (`pipeline/config/rules.py`)."""
+    cannot. `pipeline/config/rules.py` refuses a run before it starts if its requests would fail this check."""
     sampling, problem = request.sampling, None
     if request.forced and not can.scores:
         problem = "is given its tokens, which this engine cannot score"

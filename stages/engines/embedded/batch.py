@@ -40,7 +40,7 @@ class Batch:
     """True if the hidden states from which tokens are drawn are needed (`Draws.hidden`)."""
     tree_paths: BatchTreePaths | None = None
     """For each token, the cache places of the keys that it reads. None if the guesses of every row form a chain. Then
-    all keys are at the places of their positions."""
+    the place of every key equals its position."""
     forced: Mapping[int, int] = field(default_factory=dict)
     """Index in `drawn` -> token that the request prescribes. This token is not drawn; only its log-prob is computed."""
 
@@ -61,7 +61,8 @@ class Draws:
     tokens: Int64[np.ndarray, " M"]
     logprobs: Float32[np.ndarray, " M"]
     hidden: Float32[np.ndarray, "M C"] | None = None
-    """Hidden states after the last block, before the final norm; given if `Batch.wants_hidden`."""
+    """Hidden state from which each token was drawn: the output of the last block, before the final norm. None unless
+    `Batch.wants_hidden`."""
 
 
 NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))

@@ -9,9 +9,9 @@ in it.
                                columns of out) and some hidden units of the MLP (rows of gate and up; columns of down).
                                In the last stage it also holds some rows of the output layer
 
-Parts need not be equal. A key/value head and its query heads stay together, so two ranks hold 2 and 1 of 3 key/value
-heads. If there are more ranks than key/value heads, several ranks hold the same key/value head, each with some of its
-query heads.
+Parts need not be equal. A key/value head and its query heads stay together. For example, two ranks divide 3 key/value
+heads into 1 and 2. If there are more ranks than key/value heads, several ranks hold the same key/value head, each with
+some of its query heads.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
     """Return the range of blocks of each stage, chosen so that every stage has nearly the same number of weights to
-    multiply by. The output layer counts as a number of blocks: its weights divided by the weights of a block. Stage
-    0, which also runs the scheduler, never has more blocks than another stage before the last one."""
+    multiply by. The output layer counts as a number of blocks: its weights divided by the weights of a block. Stage 0
+    also runs the scheduler. So it never has more blocks than any later stage, except the last one."""
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

@@ -16,8 +16,8 @@ The first phase shortens the time for which a row stands still in the second pha
 at any point, since the row is still at its source.
 
 On a CPU a migrated row's tokens and log-probs have the same bits as without the migration. Its noise is keyed by the
-row. Its keys and values are copied, or computed again by kernels whose results depend only on the row. (On a GPU they
-may change by rounding.) The callers of the rows notice nothing, apart from `RowsLost`.
+row. Its keys and values are copied, or computed again by kernels whose results depend only on the row. (On a GPU the
+results may differ by rounding.) The callers of the rows notice nothing, apart from `RowsLost`.
 
 `MigratedRow` is a row on its way to another engine. `Capabilities.migration` is True for engines that can send and
 receive rows. `OutgoingRows` owns the rows that have left this engine, and `AcceptedRows` owns the rows that have
@@ -183,8 +183,8 @@ class MigratingEngine(EmbeddedEngine):
         for it, or if the weights have changed since a part was copied. Removed rows do not count as in flight here
         any more, unless they are given back. Raises RuntimeError if the engine has stopped.
 
-        `copied`: for each row, the last part that `copy_out` has copied. The other engine already has all positions up
-        to the end of this part."""
+        `copied`: key of a row -> the last part of the row that `copy_out` has returned. The other engine already has
+        all positions up to the end of this part."""
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():
@@ -312,7 +312,7 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put((row, self._lost_error(row)))
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return those of `tickets` whose rows are in other engines and whose callers still wait."""
+        """Return the tickets in `tickets` whose rows are in other engines and whose callers still wait."""
         with self.lock:
             return self._outgoing.tickets_awaited(tickets)
 
@@ -384,7 +384,8 @@ class OutgoingRows:
         return self._rows.pop(ticket, None)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return those of `tickets` whose rows are still wanted. Forget the rows of the other tickets."""
+        """Return the tickets in `tickets` whose rows are stored and still wanted. Drop stored rows of the other tickets
+        in `tickets`."""
         for ticket in tickets:
             if ticket in self._rows and self._rows[ticket][0].unwanted:
                 del self._rows[ticket]

@@ -115,9 +115,9 @@ def build_weights(
 def refit_weights(
     spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
-    """Return a copy of `old` in which `tensors` replace the old ones. The caller has checked their names and shapes.
-    Fields of the record that do not change are shared with `old`, so only the changed fields need memory. Raises
-    WeightsError, naming the first tensor that is not finite."""
+    """Return a copy of `old` in which each of `tensors` replaces the old tensor of the same name. The caller has
+    checked the names and shapes of `tensors`. The copy shares the unchanged fields with `old`, so only the changed
+    fields need memory. Raises WeightsError, naming the first tensor that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     vectors, sizes = _vectors(spec), {part: shape[0] for part, shape in layer_shapes(spec).items()}

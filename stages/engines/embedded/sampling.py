@@ -101,9 +101,9 @@ def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
-    """Return one word of 32 well-mixed bits per token id. All words are different: of two tokens with the same noise,
-    the less likely one could never be drawn. A token's word does not depend on `vocab`. The result is cached, since
-    computing it takes as long as a row of noise."""
+    """Return one word of 32 well-mixed bits per token id. All words are different. Two tokens with the same word would
+    get the same noise, so the less likely one could never be drawn. A token's word does not depend on `vocab`. The
+    result is cached, since computing it takes as long as a row of noise."""
     mixed = _splitmix(np.arange(vocab, dtype=np.uint64) << np.uint64(32))
     while True:
         words = (mixed >> np.uint64(32)).astype(np.uint32)
@@ -126,8 +126,8 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 
 def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int, ...]]) -> None:
-    """Set the logits of each row's banned tokens to -inf, in place. Rows with equal banned tokens are changed in one
-    operation, and usually these are all rows."""
+    """Set the logits of each row's banned tokens to -inf, in place. Rows with the same banned tokens are changed in one
+    operation. Usually all rows have the same banned tokens."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, tokens in enumerate(banned):
         if tokens:

@@ -11,8 +11,8 @@ their tokens, so a long prompt is fed in pieces and does not delay the rows that
 
 If `depth` > 1 (pipeline stages on several ranks), several batches are under way at the same time. A row is in at most
 one of them. Each batch takes at most an equal share of the rows, so `depth` batches together have room for all rows. A
-row whose batch is under way keeps its blocks. A batch may read keys that an earlier
-batch writes, since every rank runs the batches in order.
+row whose batch is under way keeps its blocks. A batch may read keys that an earlier batch writes, since every rank runs
+the batches in order.
 """
 
 from __future__ import annotations
@@ -197,8 +197,9 @@ class Scheduler:
         return chunk
 
     def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:
-        """Give a row blocks for `num_tokens` positions. If no block is free, preempt the youngest rows. Return False if
-        the row itself was preempted. Return False also if it must wait because all younger rows are under way."""
+        """Give a row blocks for `num_tokens` positions. While no block is free, preempt the youngest row that is not
+        under way. Return False if the row itself was preempted. Return False also if all younger rows are under way:
+        then the row must wait."""
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())

@@ -149,8 +149,8 @@ class RemoteEngine:
         return start_generator(self._results(call, len(rows)))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `GenerationEngine`. Tensors that cannot be loaded are refused before anything is sent to the server. A
-        server that fails while it loads weights is lost."""
+        """See `GenerationEngine`. WeightsError is raised before anything is sent to the server. A server that fails
+        while it loads weights is lost: then EngineLost is raised."""
         with self._changed:
             self._check_running()
         with self._load_lock, self._files.complete(tensors) as places:

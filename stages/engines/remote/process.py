@@ -159,8 +159,8 @@ class ServerProcess:
             return ""
 
     def describe_end(self) -> str:
-        """Return the rest of a sentence that begins "The server ended", for a server that has closed the connection. It
-        gives the exit status, or says that the server still runs."""
+        """Return the rest of a sentence that begins "The server ended", for a server that has closed the connection.
+        The text gives the exit status, or says that the server still runs."""
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:

@@ -44,8 +44,8 @@ class ModelFiles:
         `tensors` replaces the tensor of the same name in the model's files.
 
         Raises WeightsError, naming the tensor, if the model has no such tensor, its shape differs, or a number is not
-        finite. Also raises it if `tensors` lacks a tensor that the last call replaced, since its current values are
-        unknown."""
+        finite. Also raises WeightsError if `tensors` lacks a tensor that the last call replaced, since the values that
+        this tensor has now may be in no file any more."""
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):
             check_finite(tensors)
@@ -61,8 +61,9 @@ class ModelFiles:
 
 
 def places_in(file: Path) -> list[TensorPlace]:
-    """Return the places of the tensors in a safetensors file (8 bytes of length, a JSON header, the bytes). Raises
-    WeightsError, naming the tensor, for a dtype that is not in `_DTYPES`."""
+    """Return the places of the tensors in a safetensors file. Such a file consists of the header's length (8 bytes),
+    the header (JSON) and the bytes of the tensors. Raises WeightsError, naming the tensor, for a dtype that is not in
+    `_DTYPES`."""
     with file.open("rb") as stream:
         (length,) = _HEADER.unpack(stream.read(_HEADER.size))
         header = json.loads(stream.read(length))

@@ -47,8 +47,8 @@ fifth guess would rarely be right. Kernels that do not support trees of guesses 
 TRAIN_SHARE = 0.5
 """Largest share of the engine's idle time that is spent on training the head."""
 BUSY_TRAIN_SHARE = 0.02
-"""Largest share of the engine's idle time that is spent on training the head while other processes use all cores of
-this host, since training would slow them down."""
+"""Largest share of the engine's idle time that is spent on training the head while no core that this process may use is
+free. Training would then slow down the other processes on these cores."""
 _MEASURED_S = 0.25
 """Minimum length of an interval in which idle cores are measured. The system counts CPU time in steps of 10 ms."""
 

@@ -43,8 +43,8 @@ _PUBLISH_STEPS = 16
 _PLACE_BYTES = 16
 """Bytes of a stored position in addition to its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02
-"""Minimum gain of a new vocabulary to replace the old one. The gain is the share of the responses' tokens that the new
-vocabulary covers, minus the share that the old one covers."""
+"""A new vocabulary replaces the old one only if its gain exceeds this. The gain is the share of the responses' tokens
+that the new vocabulary covers, minus the share that the old one covers."""
 
 
 def cell_input(
@@ -286,8 +286,9 @@ def masked_loss(
     wanted: Float32[torch.Tensor, "B K C"],
     mask: Bool[torch.Tensor, "B K"],
 ) -> Float32[torch.Tensor, ""]:
-    """Return the mean loss over the places in `mask`: the cross-entropy with the teacher's distribution (the KL
-    divergence up to a constant) plus the weighted distance between the states."""
+    """Return the mean loss over the entries in `mask`. The loss of an entry is the cross-entropy with the teacher's
+    distribution (the KL divergence up to a constant), plus `_FEATURE_WEIGHT` times the distance between the head's
+    state `made` and the model's state `wanted`."""
     entropy = -(teacher_probs * logits.log_softmax(-1)).sum(-1)
     distance = F.smooth_l1_loss(made, wanted, reduction="none").mean(-1)
     return ((entropy + _FEATURE_WEIGHT * distance) * mask).sum() / mask.sum().clamp(min=1)

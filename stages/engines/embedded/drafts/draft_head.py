@@ -5,11 +5,11 @@
     logits = U s_k+1                           the next guess, which is y of the next step
 
 The constant a is the root mean square of a state's numbers (`Student.scale`), and E an embedding. s_k+1 imitates the
-hidden state that the model itself would have after y, so U starts as the model's own output rows and E as its
-embedding. Both cover a reduced vocabulary: the most frequent tokens of the run's responses (`distillation`). A guess is
-drawn with the noise of its own position (Gumbel coupling): if the head's distribution is close to the model's, the
-guess is usually the token that the model draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE
-(Li et al. 2024).
+hidden state that the model itself would have after y. So U starts as a copy of rows of the model's output layer, and E
+as a copy of rows of its embedding, divided by their standard deviation. Both copies cover only a reduced vocabulary:
+the most frequent tokens of the run's responses (`distillation`). A guess is drawn with the noise of its own position
+(Gumbel coupling): if the head's distribution is close to the model's, the guess is usually the token that the model
+draws, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE (Li et al. 2024).
 
 The head changes the speed only. It is not saved; every engine trains its own.
 """
@@ -65,8 +65,8 @@ class LearnedDrafter:
         Args:
             student: the head in training, in float32.
             kernels: the kernels to draft with.
-            dtype: dtype of the weights that are used for drafting, a copy of the student's. Kernels that make a whole
-                draft in one call use bfloat16 instead.
+            dtype: dtype of the copy of the student's weights that is used for drafting. Kernels that make a whole draft
+                in one call use bfloat16 instead.
             branches: number of guesses per position of a draft.
         """
         self.generation = 0

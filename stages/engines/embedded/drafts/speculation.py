@@ -81,7 +81,8 @@ class Speculation:
         """(index of the drafter, rows to draft for, tokens of the pass without drafts) -> (draft length, number of the
         pass at which to choose again)."""
         self._proposed: dict[Row, Guesses] = {}
-        """Guesses of each row that its latest pass verifies. Several passes may be under way, each with other rows."""
+        """Row -> its guesses that the latest pass of the row verifies. Several passes may be under way, but each has
+        other rows."""
 
     # ---- per pass ----
 
@@ -175,15 +176,15 @@ class Speculation:
     # ---- reports ----
 
     def acceptance(self, kind: str) -> list[float]:
-        """Return the measured acceptance rate at each depth: the probability that one of the guesses at this depth is
-        right, if their parent is right."""
+        """Return the acceptance rate of a kind of guess at each depth: the measured probability that at least one guess
+        at this depth is right if the parent of the guesses is right."""
         return self._acceptance.rates(kind)
 
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows for which to ask a drafter. If the drafter works position by position, leave out the rows for
-        which other drafters' drafts already promise at least as many tokens as its own would."""
+        """Return the rows for which to ask a drafter. If the drafter works position by position, leave out rows whose
+        drafts from other drafters already promise at least as many tokens as a draft of this drafter would."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)

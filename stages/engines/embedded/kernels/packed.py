@@ -1,9 +1,9 @@
 """Weights in the layout that their device multiplies fastest, and memory in huge pages.
 
 On a CPU, the kernels in plain torch convert each weight once to oneDNN's blocked layout. `gemm.c` has a layout of its
-own. With oneDNN's layout a row's result does not depend on the batch: it has the same bits in any batch of 2 or more
-rows and at every place in it, in float32 and bfloat16. (Plain `F.linear` gives other bits below 4 rows.) A single row
-is computed as two equal rows. On other devices the weight is not changed.
+own. With oneDNN's layout a row's result has the same bits in any batch of 2 or more rows, and at any place in the
+batch, in float32 and bfloat16. (Plain `F.linear` gives other bits below 4 rows.) A single row is computed as two equal
+rows. On other devices the layout of the weight is not changed.
 
 `Slabs` takes memory for packed weights, keys and values from the system in large pieces (slabs), which the system may
 back with huge pages. A forward pass spends most of its time on reading weights, keys and values. With pages of 2 MiB it

@@ -1,7 +1,7 @@
-"""The protocol of a forward pass's operations, and the records that they take.
+"""The protocol `Kernels` for the operations of a forward pass, and the records that these operations take.
 
-`reference` implements it in plain torch for any device, `cpu` in C (if there is a compiler), `cuda` in Triton. Keys and
-values are divided into blocks of 16 positions (`blocks`).
+Three packages implement the protocol: `reference` in plain torch for any device, `cpu` in C (if there is a compiler),
+and `cuda` in Triton. Keys and values are divided into blocks of 16 positions (`blocks`).
 
 Shape letters: N tokens of a batch, R rows, W blocks of the longest row, H query heads, K key/value heads, D head
 dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache, B banned tokens.
@@ -29,11 +29,11 @@ class TreePaths:
     `rows`)."""
 
     cells: Int64[torch.Tensor, " N"]
-    """Place where each token's key is written. It equals the token's position if all keys that the token reads are at
-    the places of their positions."""
+    """Place where each token's key is written. It equals the token's position unless `paths` lists places for the
+    token."""
     starts: Int64[torch.Tensor, " N"]
-    """First position whose place is listed in `paths`. The keys before it are at the places of their positions. If no
-    place is listed: the token's position + 1."""
+    """For each token, the first position whose place is listed in `paths`. Every key before this position has a place
+    that equals its position. If no place is listed for the token: the token's position + 1."""
     paths: Int64[torch.Tensor, "N L"]
     """Places of the keys of positions starts, starts + 1, ... up to the token's own position. The entries after these
     are unused."""
@@ -53,7 +53,7 @@ class Tokens:
     longest: int
     """Largest position + 1, or a larger number."""
     tree_paths: TreePaths | None = None
-    """Places of the keys that each token reads. None if all keys are at the places of their positions. This is the case
+    """Places of the keys that each token reads. None if the place of every key equals its position. This is the case
     without guesses, and with guesses that form chains."""
     independent: bool = False
     """True if no token reads a key that another token of the batch writes. Then keys may be written while other keys
@@ -232,8 +232,8 @@ class FusedKernels(Kernels, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """Weights of the draft head in the form that kernels use. The head guesses among T tokens of the vocabulary,
-    numbered by draft ids."""
+    """Weights of the draft head in the form that kernels use. The head can guess only T tokens of the vocabulary. The
+    draft id of such a token is its number, 0 to T - 1."""
 
     up: Packed
     down: Packed

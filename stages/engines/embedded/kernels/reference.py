@@ -116,8 +116,8 @@ def _put_in_place(
     read_keys: Float[torch.Tensor, "K blocks D 16"],
     read_values: Float[torch.Tensor, "K blocks 16 D"],
 ) -> None:
-    """Put the keys and values of token n's path at their positions in `read_keys` and `read_values`. They are copied
-    from the places that `tree` gives."""
+    """Copy the keys and values on token n's path from the places that `tree` gives to their positions in `read_keys`
+    and `read_values`."""
     kv_heads = len(read_keys)
     start, table = int(tree.starts[n]), tokens.tables[tokens.rows[n].long()].long()
     for position in range(start, int(tokens.positions[n]) + 1):

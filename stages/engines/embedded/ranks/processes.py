@@ -69,8 +69,8 @@ class RankProcesses:
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
         """Start the rank processes. `meet` waits until they run.
 
-        If a rank is lost, `on_lost` is called in a thread of its own, with a description of the loss. `attempt` raises
-        RankLost only after this call. So if `on_lost` ends this process, no caller sees the error."""
+        If a rank is lost, `on_lost` is called with a description of the loss, in the thread that watches the processes.
+        `attempt` raises RankLost only after this call. So if `on_lost` ends this process, no caller sees the error."""
         self._lost: str | None = None
         self._loss_handled = threading.Event()
         self._closing = False
@@ -90,7 +90,7 @@ class RankProcesses:
         started.wait()
 
     def meet(self) -> None:
-        """Send each rank its spec and wait until its process answers. Raises RankLost."""
+        """Send each rank its spec, and wait until its process answers. Raises RankLost if a process ends before."""
         for rank in self.ranks:
             self.attempt(partial(rank.commands.send, rank.spec))
         for rank in self.ranks:

@@ -268,7 +268,8 @@ EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Environment variable that names the folder for torch's or Triton's compiled kernels -> name of our folder."""
+"""Environment variable that names the folder for torch's or Triton's compiled kernels -> name of the folder that
+`keep_compiled` makes for them."""
 
 
 class MissingFeatureError(RuntimeError):
@@ -314,8 +315,9 @@ def find_api(*, sleeps: bool) -> TrtllmApi:
 
 
 def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
-    """Make torch and Triton store what they compile in a folder for this key (model, layout, versions). The next start
-    with the same key then need not compile them again. Call this before tensorrt_llm is imported. Return the folder."""
+    """Make torch and Triton store their compiled kernels in the folder for `key` (model, layout, versions), and return
+    this folder. It is made below `folder`. The next start with the same key then need not compile the kernels again.
+    Call this before tensorrt_llm is imported."""
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()[:16]
     place = Path(folder) / name
     for variable, inside in _COMPILERS_FOLDERS.items():

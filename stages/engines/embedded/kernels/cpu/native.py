@@ -178,7 +178,7 @@ class NativeKernels:
         _check_memory(failed, tokens)
 
     def _buffers(self, num: int, block: Block) -> BuffersRecord:
-        """Return buffers for a batch of `num` tokens in a block of this size. The next call in the same thread reuses
+        """Return the buffers that `block` needs for a batch of `num` tokens. The next call in the same thread reuses
         their memory."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)

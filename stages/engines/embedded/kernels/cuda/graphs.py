@@ -91,8 +91,8 @@ def run_directly(run: Run) -> Run:
 
 
 class GraphCapture:
-    """Captures runs as CUDA graphs. Owns the stream for captures, and the memory that all graphs share, since only one
-    runs at a time."""
+    """Captures runs as CUDA graphs. Owns the stream for captures, and the memory of the graphs. All graphs share this
+    memory, since only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

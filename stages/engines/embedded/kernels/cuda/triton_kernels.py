@@ -449,7 +449,7 @@ def _look(
     - max l,
     - the sum of exp(l - max l),
     - max (l + noise), or max l at temperature 0,
-    - l of the token that has this last maximum. `places` gets the token.
+    - l of the token at which the third number reaches its maximum. `places` gets this token.
 
     The logits of banned tokens [N, B] count as minus infinity. Negative entries of `banned` stand for no token."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -88,7 +88,7 @@ class Request:
     """A request to sample one response."""
 
     row: int
-    """Row number, which `Completion.row` repeats. With `seed` and `step` it is part of the key of the noise."""
+    """Number of the row, which `Completion.row` repeats. Keyed noise has the key (seed, step, row, position)."""
     seed: int
     step: int
     tokens: tuple[int, ...]
@@ -181,9 +181,9 @@ class GenerationEngine(Protocol):
         """Load new weights in place. `tensors` have Hugging Face's names. Tensors that are not given keep their values.
 
         By default the engine finishes its rows first, and new rows wait. An engine that updates in flight loads between
-        two batches. After WeightsError it continues with all the old weights. After any other error,
-        `Capabilities.failed_refit` tells whether it keeps the old weights or must be built anew. Raises RuntimeError if
-        the engine is asleep."""
+        two batches. After WeightsError the engine continues with all the old weights. After any other error,
+        `Capabilities.failed_refit` tells whether the engine keeps the old weights or must be built anew. Raises
+        RuntimeError if the engine is asleep."""
         ...
 
     def sleep(self) -> None:

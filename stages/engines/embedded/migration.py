@@ -73,8 +73,9 @@ class MigratedRow:
     logprobs: Float32[np.ndarray, " new"]
     versions: Int32[np.ndarray, " new"]
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """Keys and values of the positions from `num_copied` on, in a layout that is the same for all engines. None: none
-    are sent. If none were copied before either, the other engine feeds the row's tokens again."""
+    """Keys and values of the positions from `num_copied` on, in a layout that is the same for all engines. None: no
+    keys and values are sent with the row. If `num_copied` is 0 too, the other engine feeds all tokens of the row
+    again."""
     num_copied: int = 0
     """Number of positions, from the first on, whose keys and values the other engine has already."""
 

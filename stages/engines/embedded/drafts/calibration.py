@@ -32,7 +32,7 @@ _GUESSES = 32
 """Maximum number of tokens in the passes that measure the cost of a long context. With so many tokens, attention takes
 a large part of the pass."""
 _PROPORTIONAL = 3.0
-"""If a pass takes more than this many times as long as a pass of a quarter of its size, larger passes are not timed.
+"""If a pass of n tokens takes more than this many times as long as a pass of n / 4 tokens, larger passes are not timed.
 Their time grows nearly in proportion to their size, so drafts do not pay there. Timing them would take seconds on a
 slow processor."""
 HEAD_VOCAB = 4096

@@ -20,10 +20,10 @@ CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 _MEAN_RATE = 0.1
 """Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""If a pass takes f times as long as predicted, the whole curve is multiplied by f ** `_COMMON_RATE`. The two sizes
-nearest to the pass share a further factor, f ** `_LOCAL_RATE`. f is limited to 0.5 to 2. The whole curve is changed
-because usually the whole machine has become slower or faster. Otherwise a size that was last timed while the
-machine was faster would look too cheap."""
+"""If a pass takes f times as long as predicted, the whole curve is multiplied by f ** `_COMMON_RATE`. A further factor,
+f ** `_LOCAL_RATE`, is divided between the two sizes nearest to the pass: the nearer size gets more of it. f is limited
+to 0.5 to 2. The whole curve is changed because usually the whole machine has become slower or faster. Otherwise a size
+that was last timed while the machine was faster would look too cheap."""
 _FIRST_STEP_SHARE = 0.03
 """Time that a drafted position is assumed to take until it is measured, as a share of the time of the smallest pass."""
 _NEGLIGIBLE = 0.01
@@ -196,8 +196,8 @@ full."""
 _PLAIN_EVERY = 32
 """While drafts are allowed, one in this many passes still runs without them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Shortest and longest pause of drafts, in passes. Each pause is twice as long as the last one, until drafts gain over
-a whole window."""
+"""Shortest and longest pause of drafts, in passes. Each pause is twice as long as the last one. After drafts have
+gained over a whole window, the next pause is the shortest again."""
 
 
 @dataclass

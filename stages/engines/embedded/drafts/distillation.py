@@ -170,7 +170,7 @@ class Student:
         self._starts = self._starts[:0]
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the teacher's parts from the model's new weights. `step` uses the copies from then on."""
+        """Copy the teacher's parts from the model's new weights. `step` uses the copies from its next call on."""
         head, out, norm = self._head, tensors.get(self._teacher.out_name), tensors.get(self._teacher.norm_name)
         ids = None if head is None or out is None else head.ids.clone()
         rows = None if ids is None or out is None else out.detach()[ids.to(out.device)].float().cpu()

@@ -1,7 +1,7 @@
 """The protocol `Kernels` for the operations of a forward pass, and the records that these operations take.
 
-Three packages implement the protocol: `reference` in plain torch for any device, `cpu` in C (if there is a compiler),
-and `cuda` in Triton. Keys and values are divided into blocks of 16 positions (`blocks`).
+There are three implementations: `reference` in plain torch for any device, `cpu` in C (if there is a compiler), and
+`cuda` in Triton. Keys and values are divided into blocks of 16 positions (`blocks`).
 
 Shape letters: N tokens of a batch, R rows, W blocks of the longest row, H query heads, K key/value heads, D head
 dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache, B banned tokens.

@@ -27,9 +27,9 @@ class KVCache:
     D].
 
     In this layout the keys of a block's positions lie side by side, so a kernel computes their scores together. Keys
-    and values have the dtype of the weights. A wider dtype would add little precision and take longer to read, and
-    decoding many or long rows spends most of its time on reading the cache. On a CPU the system may back the memory
-    with huge pages."""
+    and values have the dtype of the weights. A wider dtype would add little precision, but would take longer to read.
+    (If rows are many or long, decoding spends most of its time on reading the cache.) On a CPU the system may back the
+    memory with huge pages."""
 
     def __init__(
         self,
@@ -107,8 +107,9 @@ class BlockPool:
     Rows whose prompts begin alike share the full blocks of that beginning. A shared block is never written again, so
     nothing is copied. A block is known if `publish` has registered its content: its own tokens, and the serial number
     of the block before it. Serial numbers are never reused. A block without holders keeps its content for as long as
-    possible: `take` prefers free blocks without content, and then returns the least recently used block. So rows of the
-    same prompt can share blocks even if they do not run at the same time."""
+    possible: `take` prefers free blocks without content. If there are none, it returns the free block that has been
+    unused for the longest time. So rows of the same prompt can share blocks even if they do not run at the same
+    time."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -162,8 +163,8 @@ class BlockPool:
                     self._free.append(block)
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the content of those blocks that no other row shares, and return these blocks. The caller still holds
-        them."""
+        """Forget the content of the blocks in `blocks` that no other row shares, and return these blocks. The caller
+        still holds them."""
         own = [block for block in blocks if self._reference_counts[block] == 1]
         for block in own:
             if block in self._content:

@@ -103,7 +103,7 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
     """Return the range of blocks of each stage, chosen so that every stage has nearly the same number of weights to
     multiply by. The output layer counts as a number of blocks: its weights divided by the weights of a block. Stage 0
-    also runs the scheduler. So it never has more blocks than any later stage, except the last one."""
+    also runs the scheduler. So no later stage has fewer blocks than stage 0, except perhaps the last one."""
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

@@ -93,7 +93,7 @@ class CopiedPart:
     version: int
     """Version of the weights that computed the keys and values."""
     start: int
-    """First position. Like `stop`, it is a multiple of `BLOCK_TOKENS`."""
+    """First position of the part. `start` and `stop` are multiples of `BLOCK_TOKENS`."""
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
     """Keys and values of the positions `start` to `stop` - 1. None if no further block is full."""
     held_s: float

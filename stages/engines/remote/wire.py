@@ -1,18 +1,19 @@
 """The protocol between client and server: MessagePack maps in frames over a stream socket.
 
-    frame    4 bytes, big-endian: the length of what follows; one MessagePack map with the key "kind"
+    frame    4 bytes, big-endian: the length of the map; then the map, in MessagePack, with the key "kind"
     arrays   {"dtype": numpy's name, "shape": [...], "data": bytes in C order, little-endian}
 
     client → server    hello     protocol, version (of the model's own weights), adapter, settings: sent first, once
                        generate  rows: each with an `id` that no other row has
                        abort     ids: forget these rows
-                       load      call, version, tensors: file and place of each tensor of the whole model
+                       load      call (a number, which the answer `done` repeats), version, tensors: file and place of
+                                 each tensor of the whole model
                        sleep, wake, stats    call
                        close
     server → client    ready     protocol, engine, version, device, facts: the answer to hello
                        row       id, tokens, logprobs, versions: a finished response, sent at once
                        broken    id, error: a row that failed alone
-                       done      call, and its result
+                       done      call (the number of the message that is answered), and the fields of the result
                        failed    error: the last message, at the start or later
                        beat      sent once a second from the start by a thread of its own: the process is alive (but
                                  its loop may hang)

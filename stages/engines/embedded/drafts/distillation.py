@@ -178,8 +178,8 @@ class Student:
             self._pending_refit = (ids, rows, None if norm is None else norm.detach().float().cpu().clone())
 
     def step(self) -> bool:
-        """Train on one batch. Return False, without training, if the rows have been trained on often enough, or if too
-        few tokens have been collected."""
+        """Train on one batch. Return False, without training, if the rows have been trained on often enough, if too few
+        tokens have been collected, or if every row has only one token."""
         if self._num_due <= 0 or self._counts.total() < _ENOUGH_TOKENS:
             return False
         self._apply_refit()

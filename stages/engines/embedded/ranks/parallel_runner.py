@@ -238,7 +238,8 @@ class ParallelRunner:
         self._processes.attempt(partial(rank.weights.send, message))
 
     def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
-        """Receive an answer from each rank. Return name of a rank -> its error, for the ranks that answer with one."""
+        """Receive an answer from each rank. Return name of a rank -> its error. Ranks that answer without an error are
+        left out."""
         answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 

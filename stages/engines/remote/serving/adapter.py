@@ -42,9 +42,10 @@ class ServedRow:
     """A request to generate one response.
 
     The token at a position is drawn from p, the softmax of logits / temperature without the banned tokens. The tokens
-    in `suppress` are banned. Before `min_new_tokens`, the tokens in `stop` are banned too. At temperature 0
-    the token is the arg max, and its log-prob is computed at temperature 1. Otherwise it is the arg max of log p plus
-    noise whose key is (seed, step, row, position), unless `Capabilities.draws` of the engine says otherwise.
+    in `suppress` are banned. Before `min_new_tokens`, the tokens in `stop` are banned too. At temperature 0 the token
+    is the arg max of the logits, and its log-prob is computed at temperature 1. At other temperatures the token is the
+    arg max of log p plus noise whose key is (seed, step, row, position), if `Capabilities.draws` of the engine is
+    `keyed`.
 
     A row that the engine cannot serve (`Capabilities.distributions` and `Capabilities.scores`) is not sent to it."""
 
@@ -111,8 +112,8 @@ class EngineAdapter(Protocol):
         ...
 
     def made(self) -> Mapping[int, int]:
-        """Return id -> number of generated tokens, for each row in flight. The loop calls this before `load`, if rows
-        are in flight, to record which of their tokens the old weights sampled."""
+        """Return id -> number of generated tokens, for each row in flight. If rows are in flight, the loop calls this
+        before `load`, to record which of their tokens the old weights sampled."""
         ...
 
     def sleep(self) -> None:

@@ -183,7 +183,7 @@ def size_for(num_tokens: int) -> int:
 def reads_no_new_key(batch: DecodeBatch) -> bool:
     """Return True if each row has one token, and no token reads a key that another token of the batch writes.
 
-    This is the case if each block that is written occurs once in the tables. It is not always the case, since rows
+    The second condition holds if each block that is written occurs only once in the tables. It may fail, since rows
     share the full blocks of their prompts: one row may feed the last token of a block in the same batch in which
     another row begins to read the block."""
     if len(batch.tables) != len(batch.ids):

@@ -190,6 +190,6 @@ def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def able(config: EngineConfig, device: Device, can: Callable[[Capabilities], bool]) -> list[str]:
-    """Return every `engine.kind` whose capabilities on this device, with the other settings of `config`, satisfy `can`.
-    Error messages suggest these kinds."""
+    """Return every `engine.kind` that would satisfy `can` on this device if all other settings of `config` stayed the
+    same. Error messages suggest these kinds."""
     return [kind for kind, stated in STATED.items() if can(stated(config, device))]

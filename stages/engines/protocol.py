@@ -290,8 +290,8 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
     """Check the names and shapes of tensors. Raises WeightsError, naming the first tensor that is unknown, has another
     shape or is not of floating point. If `complete`, also raises it for a missing tensor.
 
-    Does not look for NaN and infinity: packing finds them, so that the numbers are read only once. If the model's
-    `lm_head.weight` is tied, it may be given, but must equal the embedding that is given with it."""
+    Does not look for NaN and infinity: packing finds them, so that the numbers are read only once. If the model has
+    tied embeddings, `lm_head.weight` may be given together with the embedding, and must equal it."""
     expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
         if name == LM_HEAD and spec.tied_embeddings:

@@ -50,8 +50,8 @@ class Share:
 
 
 def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
-    """Return the share of every rank. Raises ValueError, whose message begins with the config key, if the model cannot
-    be divided this way."""
+    """Return the share of every rank. Raises ValueError if the model cannot be divided this way. The message begins
+    with the config key."""
     check_division(spec, tensor, pipeline)
     stages = _stages(spec, pipeline)
     return [
@@ -70,8 +70,8 @@ def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
 
 
 def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
-    """Check that `divide` can make this division. Raises ValueError, whose message begins with the config key, if it
-    cannot."""
+    """Check that `divide` can make this division. Raises ValueError if it cannot. The message begins with the config
+    key."""
     num_heads, num_kv_heads, num_layers = spec.num_heads, spec.num_kv_heads, spec.num_layers
     possible = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or (n % num_kv_heads == num_heads % n == 0)]
     if tensor not in possible:

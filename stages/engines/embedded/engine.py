@@ -397,9 +397,9 @@ class EmbeddedEngine:
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the blocks that only this failed row holds. The next row that holds such a block multiplies the
-    positions that it has not written yet by 0, so their contents must be finite. No batch under way reads or writes
-    these blocks."""
+    """Write zeros into the blocks that only this failed row holds. When another row gets such a block later, attention
+    multiplies the positions that this row has not written yet by 0. So the contents of the block must be finite. No
+    batch under way reads or writes these blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))

@@ -97,7 +97,7 @@ class CopiedPart:
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
     """Keys and values of the positions `start` to `stop` - 1. None if no further block is full."""
     held_s: float
-    """Seconds in which the engine computed nothing because of the copy."""
+    """Seconds for which the copy kept the engine from computing."""
 
     @property
     def stop(self) -> int:
@@ -206,8 +206,8 @@ class MigratingEngine(EmbeddedEngine):
         return migrated
 
     def write_in(self, part: CopiedPart) -> float:
-        """Store a part of a row. The row itself may arrive later. Return the seconds in which the engine computed
-        nothing because of this.
+        """Store a part of a row. The row itself may arrive later. Return the seconds for which this kept the engine
+        from computing.
 
         Raises:
             RequestError: the part belongs to other weights or another model, does not begin where the stored parts end,

@@ -217,8 +217,9 @@ class RemoteEngine:
 
     def _first_answer(self) -> dict[str, Any] | None:
         """Return the server's answer to `hello`: the first message that is not a beat. Return None if the server has
-        closed the connection. Beats do not extend the deadline, since a server that hangs in its start sends them too.
-        Raises TimeoutError, whose message tells which limit was exceeded."""
+        closed the connection. Raises TimeoutError if the answer does not come within `start_s`, or if the server sends
+        no message at all for too long. Beats do not extend `start_s`, since a server that hangs in its start sends them
+        too."""
         settings, begun_at = self._settings, time.monotonic()
         timeout_s = max(settings.message_timeout_s, _START_MESSAGE_TIMEOUT_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:

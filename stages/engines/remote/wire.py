@@ -56,7 +56,7 @@ class Channel:
         self._timeout_s: float | None = None
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message. Raises OSError if the other side is gone, and the errors of `frame`."""
+        """Send a message. Raises OSError if the other side is gone. Also raises the errors of `frame`."""
         self.send_frame(frame(kind, **fields))
 
     def send_frame(self, message: bytes) -> None:

@@ -159,8 +159,9 @@ class Speculation:
             drafter.refit(tensors)
 
     def train(self) -> float | None:
-        """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call. After
-        this wait, training has taken no more than its share of the time. Return None if there is nothing to learn."""
+        """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call, or
+        None if there is nothing to learn. The wait is so long that training takes at most its share (`train_share`) of
+        the time of training and wait together."""
         self._train_share(True)
         started = self._clock()
         learned = False
@@ -205,7 +206,7 @@ class Speculation:
     def _worth_verifying(
         self, proposed: Mapping[Row, Guesses], num_rows: int, num_tokens: int, seconds: Callable[[float], float]
     ) -> dict[Row, Guesses]:
-        """Return the guesses that each row should verify, in the order in which they are fed. Rows without such guesses
+        """Return row -> its guesses that are worth verifying, in the order in which they are fed. Rows that have none
         are left out."""
         chosen = [list(range(len(guesses.tree))) for guesses in proposed.values()]
         if self._lengths == "measured" and proposed:

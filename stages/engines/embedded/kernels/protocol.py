@@ -22,7 +22,8 @@ from stages.engines.embedded.kernels.packed import Packed
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TreePaths:
-    """For each token, the places of the keys on its path in a tree of guesses, its own key included.
+    """For each token of a batch, the places of the keys on the token's path in a tree of guesses. The path ends with
+    the token itself.
 
     A place is an index into the keys of a row as the cache holds them. The guesses of a tree are written one after the
     other, but their positions are counted along their paths. So the place of a guess may differ from its position (see

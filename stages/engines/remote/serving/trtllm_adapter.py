@@ -72,7 +72,8 @@ class TrtllmAdapter:
     # ---- methods that tests replace on a machine without a GPU ----
 
     def devices(self) -> dict[str, torch.device]:
-        """Return name -> device, for all visible devices. Ranks look for their handles under these names."""
+        """Return name -> device, for all visible devices. The ranks look up the handles of new weights under these
+        names."""
         gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(gpus)}
 
@@ -183,9 +184,9 @@ class TrtllmAdapter:
         return llm
 
     def _kv_cache(self) -> Any:
-        """Return the settings of the cache. TensorRT-LLM takes its size only as a share of the memory that is free
-        beside the weights, so `engine.kv_budget_mb` is converted to such a share. Raises RuntimeError if the budget is
-        too large."""
+        """Return the settings of the cache. TensorRT-LLM takes the size of the cache only as a share of the memory that
+        the weights leave free. So `engine.kv_budget_mb` is converted to such a share. Raises RuntimeError if the budget
+        is too large."""
         ranks = self._settings.tensor_parallel * self._settings.pipeline_parallel
         free = self.free_bytes() - self._settings.extra["parameters"] * self._dtype.itemsize // ranks
         budget = (self._settings.kv_budget_mb << 20) // ranks

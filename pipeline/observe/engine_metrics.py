@@ -2,8 +2,8 @@
 
 Several shards share an engine, and the engine does not count per shard. A shard gets everything that the engine counted
 since the last reading, so the numbers of a single shard mean little. Only counts and two peaks are committed. For a
-step, the counts are summed over its shards, and ratios are computed from the sums. Of each peak, the maximum over the
-shards is taken. If an evaluation runs at the same time as a step, part of the counts goes to the evaluation.
+step, the counts are summed over its shards, and ratios are computed from the sums. Each peak of a step is the maximum
+over its shards. If an evaluation runs at the same time as a step, part of the counts goes to the evaluation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shard_metrics(
     Args:
         stats: the engine's counts since the last reading.
         fetch_s: seconds spent on fetching weights from another host.
-        fetched_bytes: number of bytes that were fetched.
+        fetched_bytes: number of bytes of these weights.
         peak_bytes: peak memory of the replica's process so far, in bytes."""
     return {
         "engine/tokens": float(stats.tokens),

@@ -6,7 +6,8 @@ The comparison pairs the scores by prompt, so the differences between prompts do
     sd is the standard deviation of (after - before), with the divisor n - 1.
 
 The best version has the highest held-out reward among the versions within a KL budget. A variant repeats some updates
-of a run, its parent, with changed settings. The scores of variant and parent are paired by prompt too. Pure functions.
+of another run, called its parent, with changed settings. The scores of the variant and the parent are paired by prompt
+too. Pure functions.
 """
 
 from __future__ import annotations
@@ -82,17 +83,18 @@ class Evaluation:
 
     version: int
     scores: Mapping[int, float]
-    """Number of a prompt -> score of its response."""
+    """Index of a prompt -> score of the response to this prompt."""
     distinct_bigrams: float | None = None
     """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy. None if no
     response has two tokens."""
     kl: float | None = None
-    """KL divergence from the reference in nats per response: log mu - log pi_ref, summed over the tokens of each
-    response, then averaged over the responses. None until the reference has scored the responses."""
+    """KL divergence from the reference in nats per response: log mu - log pi_ref (mu: the policy that sampled
+    the tokens), summed over the tokens of each response, then averaged over the responses. None until the reference has
+    scored the responses."""
     length: float | None = None
     """Mean number of sampled tokens per response, EOS included."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Name of a part of the score -> mean of the part before weighting."""
+    """Name of a part of the score -> mean of the part over the responses, before weighting."""
 
     @property
     def mean(self) -> float:
@@ -131,7 +133,8 @@ def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> 
 @dataclass(frozen=True)
 class Comparison:
     """The comparison of a variant with its parent, on the same prompts and sampled with the same noise. The report also
-    uses this form for two runs. The first run is then the parent, and the noise may differ.
+    uses this record to compare two runs. Then `parent` stands for the first run, `variant` stands for the other run,
+    and the noise may differ.
 
     `difference` is the mean over the prompts of the variant's score minus the parent's score."""
 

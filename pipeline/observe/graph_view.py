@@ -89,7 +89,8 @@ class GangView:
     num_queued: int
     """Number of nodes that are queued at busy workers."""
     wait_reason: str | None
-    """A text about the nodes or devices that the gang waits for. None if the gang is busy or has no nodes left."""
+    """A text about the nodes or devices that the gang waits for. None if the gang is busy, is not up, or has no nodes
+    left."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def gang_views(
     Args:
         gangs: the gangs.
         nodes: the nodes of all gangs.
-        waits: name of an idle gang -> its wait.
+        waits: name of an idle gang -> what the gang waits for.
         is_up: a function that returns True if the gang of that name is up."""
     return tuple(gang_view(gang, is_up(gang.name), nodes, waits.get(gang.name)) for gang in gangs)
 
@@ -279,7 +280,8 @@ class CurveCache:
     """Version of the weights -> mean score of the held-out prompts."""
 
     def read_curves(self, steps_done: int, max_reads: int = MAX_POINTS) -> RunCurves:
-        """Return the curves of the steps before `steps_done`. If there are many steps, evenly spaced ones are chosen.
+        """Return the curves of the steps before `steps_done`. If there are more than `MAX_POINTS` of them, evenly
+        spaced steps are chosen, which include the last one.
 
         At most `max_reads` steps are read from the ledger, the newest first. Steps in the cache are not read again, and
         do not count towards `max_reads`."""
@@ -300,7 +302,8 @@ class CurveCache:
         return RunCurves(steps, steps_done, metrics if steps else {}, {EVALUATION_METRIC: held_out} if held_out else {})
 
     def _held_out_means(self, newest: int) -> list[tuple[int, float]]:
-        """Return (version, mean score) of each version up to `newest` whose evaluation is completely scored."""
+        """Return (version, mean score) of each version up to `newest`. Versions are left out if some of their held-out
+        responses have no score yet."""
         for version in range(newest + 1):
             if is_evaluated(self.spec, version) and version not in self._held_out:
                 shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
@@ -314,8 +317,9 @@ class CurveCache:
 def recorded_view(
     facts: RunFacts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
 ) -> GraphView:
-    """Return the state of a run that no driver is running. It is the state from which `resume` would continue. Nodes
-    that were in progress at the end of the journal are shown as RUNNING or QUEUED."""
+    """Return the state of a run, derived from its ledger and its journal. It is the state from which `resume` would
+    continue. But nodes that were in progress at the end of the journal are shown as RUNNING or QUEUED. The view says
+    that no driver is running (`is_driven`). The caller changes this if there is a driver."""
     seen = NodeEvents(WorkerLosses(ordered_gang_names(gangs)))
     for event in events:
         seen.apply_event(event)
@@ -378,8 +382,8 @@ def _with_recorded_states(
 def _recorded_waits(
     statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> dict[str, Wait]:
-    """Return a dictionary: name of an idle gang -> its wait. The waits are derived from the recorded states. (For a
-    live run `Dispatch.waits` returns them.)"""
+    """Return a dictionary: name of an idle gang -> what the gang waits for. It is derived from the recorded states.
+    (For a live run, `ObservedDispatch.find_waits` returns it.)"""
     running: defaultdict[str, list[Address]] = defaultdict(list)
     worker_of: dict[Address, str] = {}
     for status in statuses:

@@ -53,8 +53,8 @@ class History:
     def addresses(self, step: int) -> list[Address]:
         """Return the addresses of a step's nodes, without evaluations.
 
-        If the run has canaries, the canary of version `step` (the weights at the start of the step) is included. A
-        canary compares engine and trainer."""
+        A canary is a node that compares engine and trainer at one version of the weights. If the run has canaries, the
+        canary of version `step` (the weights at the start of the step) is included."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.has_canaries else [])
@@ -85,8 +85,8 @@ class History:
     def read_step_metrics(
         self, step: int, driver_starts: Iterable[float] = (), known_commits: Mapping[Address, Ref] = _NONE
     ) -> dict[str, float]:
-        """Return all metrics of a step: the metrics of its stages, `time/<stage>_s` summed over shards, and the
-        throughput.
+        """Return all metrics of a step: the metrics of its stages, the seconds of each stage summed over its shards
+        (`time/<stage>_s`), the step time, and the throughput.
 
         Args:
             step: number of the step.
@@ -174,8 +174,8 @@ class History:
         """Return the KL to the reference of each response of an evaluation, in nats. Return None until the reference
         has scored all shards.
 
-        The KL is the sum over the sampled tokens of log mu - log pi_ref, in float64. This version sampled all tokens,
-        so no importance weights are needed."""
+        The KL is the sum of log mu - log pi_ref over the sampled tokens, in float64. mu is the policy of this version,
+        which sampled all tokens. So no importance weights are needed."""
         if not self._is_stage_complete("evaluate_reference", version):
             return None
         reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)

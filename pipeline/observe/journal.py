@@ -107,8 +107,8 @@ class Event:
 
 
 class Journal(Closing):
-    """The journal of a run, open for appending. A resumed run appends to the existing file. `listener`, such as the
-    progress display, is called with every event."""
+    """The journal of a run, open for appending. A resumed run appends to the existing file. The function `listener` is
+    called with every event, for example to update the progress display."""
 
     def __init__(
         self, path: Path, listener: Callable[[Event], None] = lambda event: None, *, part_bytes: int = PART_BYTES

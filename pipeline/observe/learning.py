@@ -3,8 +3,9 @@
 The alarms (pipeline/driver/alarms.py) count the steps in a row in which a rule is violated. At the end of a run, the
 rules that raised an alarm are shown again, with advice. Pure functions.
 
-    equal_groups     most prompts have responses with equal scores: their advantages are 0
-    cut_responses    most responses are cut by the length limit; checked only if the advantages compare groups
+    equal_groups     at most prompts, all responses have the same score, so their advantages are 0
+    cut_responses    most responses are cut by the length limit; checked only if the advantages compare the
+                     responses to one prompt with each other
     constant_score   all responses of the step have the same score
     constant_length  all responses of the step have the same length, though the config permits others
     unmoved          no optimizer step changed the policy
@@ -59,8 +60,9 @@ def check_learning(
 
     Args:
         metrics: the metrics of the step.
-        has_fixed_length: True if the config permits only one response length.
-        trains_only_critic: True if the step trains only the critic."""
+        has_fixed_length: True if the config permits only one response length. `cut_responses` and `constant_length` are
+            then skipped.
+        trains_only_critic: True if the step trains only the critic. `unmoved` is then skipped."""
     results = []
     equal, cut, deviation = metrics.get(EQUAL_FRACTION), metrics.get(TRUNCATED_FRACTION), metrics.get("reward/std")
     if equal is not None:

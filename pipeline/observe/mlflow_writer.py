@@ -1,6 +1,6 @@
-"""The process that delivers a run's spool, a file of items to track, to MLflow: `python -m THIS_MODULE SPOOL TIMEOUT_S
-REPORTS`, with the URI of MLflow as the first line of stdin. Only this module imports mlflow.
-`pipeline/observe/tracking.py` starts the process.
+"""The process that delivers a run's spool to MLflow. The spool is the file in which the driver queues the items to
+track. `pipeline/observe/tracking.py` starts the process with `python -m THIS_MODULE SPOOL TIMEOUT_S REPORTS`, and
+writes the URI of MLflow as the first line of its stdin. Only this module imports mlflow.
 
     reads      complete lines of the spool
     waits for  new lines, or the return of a store that is down (backoff 1 s … 30 s; one warning until it is back)
@@ -127,8 +127,8 @@ class SpoolWriter:
         """Send all items of the spool that are not delivered. Items that were sent before an error stay delivered.
 
         Raises:
-            STORE_ERRORS: the store cannot be reached, fails, or refuses to open the run. Any other item that the store
-                rejects is dropped with a warning."""
+            STORE_ERRORS: the store cannot be reached, it fails, or it rejects the item that opens the run. If the store
+                rejects another item, this item is dropped with a warning."""
         if self._client is None:
             self._client = MlflowClient(self._uri)
         while self._read():
@@ -140,8 +140,8 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Mark the MLflow run as KILLED and set its `if_abandoned` tags. Do nothing if the driver has closed the
-        run."""
+        """Mark the MLflow run as KILLED and set its `if_abandoned` tags. Do nothing if the run is not open in MLflow,
+        for example because the driver has closed it."""
         if self._client is not None and self._state["open"]:
             tags = self._state.get("if_abandoned", {})
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
@@ -320,8 +320,8 @@ def _is_rejected(error: MlflowException) -> bool:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Return the URI of the directory for artifacts, next to the sqlite file. (MLflow's default is the current
-    directory.) Return None for a server."""
+    """Return the URI of an experiment's directory for artifacts. The directory is next to the sqlite file. (MLflow's
+    default is the current directory.) Return None for a server."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"
@@ -397,10 +397,11 @@ def _without_credentials(uri: str) -> str:
 
 
 def deliver_until_closed(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
-    """Deliver items until stdin is closed and everything is sent.
+    """Deliver items until stdin is closed and everything is sent. If the driver has not closed the run by then, mark
+    the run as KILLED (`SpoolWriter.abandon`).
 
-    After stdin is closed, the delivery ends after `timeout_s` seconds at the latest. If the store cannot be reached, it
-    ends after `DOWN_S` seconds at the latest."""
+    When stdin is closed, the delivery has `timeout_s` seconds left. If the store cannot be reached, it has only
+    `DOWN_S` seconds left."""
     deadline: float | None = None
     closed_at = 0.0
     retry_at, backoff_s, down = 0.0, 1.0, False

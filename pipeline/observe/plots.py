@@ -174,7 +174,7 @@ def _draw_stage(
                    linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
     spans = [(box.address.step, max(box.start_s, left), min(box.end_s, right)) for box in row]
     fitting = [(step, lo, hi) for step, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(step)) + 2]
-    # Boxes that the window's edge cuts do not count in the 90 %.
+    # The 90 % refer to the boxes that lie completely within the window.
     whole = [box for box in row if box.start_s >= left and box.end_s <= right]
     if len(fitting) < 0.9 * len(whole):
         return  # numbers in only a few boxes would be misleading

@@ -54,8 +54,8 @@ class StageRows:
     def log_ratio(self) -> np.ndarray | None:
         """log pi - log pi_ref per token, float32 [rows seq]. Zero outside the response. None without `reference`.
 
-        pi is the trainer's policy at the start of the step. If the run does not recompute its log-probs, pi is the
-        sampler's policy."""
+        pi is the trainer's policy at the start of the step. If the run does not recompute the trainer's log-probs, pi
+        is the policy that sampled the token."""
         if self.reference is None:
             return None
         ours = self.rollout.sampler_logprobs if self.policy is None else self.policy.policy_logprobs

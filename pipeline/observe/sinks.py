@@ -6,7 +6,7 @@ REPORTS`, with the tracker's name as the first line of stdin. `pipeline/observe/
 
 MLflow's writer reads the same spool. Traces, data sets, artifacts and models go to MLflow only. Each sink has its own
 offset in the spool, so it waits neither for MLflow nor for another sink. If the process of a sink dies, a resume or
-`stageline sync` starts another one, which neither loses nor repeats a point:
+`stageline sync` starts a new process. No point is lost, and none is written twice:
 
     TensorBoard   `mlflow_spool.tensorboard.json` holds the offset in the spool, and the size that the event file had at
                   this offset. The next process truncates the event file to this size and continues. So the contents

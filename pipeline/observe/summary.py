@@ -110,7 +110,7 @@ class Summary:
     """Stage -> seconds, summed over the nodes of the stage. Only rank 0 is counted. If two nodes run at the same time,
     the seconds of both are added."""
     overhead_fraction: float
-    """Fraction of the wall time that is spent on bookkeeping, as the docstring of the module defines it."""
+    """Fraction of the wall time that is spent on bookkeeping: (A + B) / wall in the docstring of this module."""
     staleness: StalenessSummary
     eval: EvalSummary | None
     reward: list[float]
@@ -132,7 +132,8 @@ class Summary:
     kl_final: float | None
     """KL to the reference in the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
-    """Number of distinct bigrams / number of all bigrams in the held-out responses, `before` and `after` training."""
+    """`before` or `after` (training) -> number of distinct bigrams / number of all bigrams in the held-out responses.
+    None if there is no evaluation, or if no response has two tokens."""
     trainer_losses: tuple[TrainerLoss, ...] = ()
     """Losses of workers in gangs that train, in order of time."""
     trainer_lost_s: float = 0.0
@@ -265,8 +266,7 @@ def _overhead_s(
     parents: Mapping[Address, Sequence[Address]],
     periods: Sequence[Interval],
 ) -> float:
-    """Return the seconds A + B that the docstring of the module defines. `busiest_boxes` are the boxes of the busiest
-    gang."""
+    """Return A + B of the docstring of this module, in seconds. `busiest_boxes` are the boxes of the busiest gang."""
     busy = merge_intervals((b.start_s, b.end_s) for b in busiest_boxes)
     computing = merge_intervals((b.start_s, b.end_s - b.store_s) for b in busiest_boxes)
     submitted = {

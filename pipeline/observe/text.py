@@ -4,7 +4,7 @@
 `sparkline` draws a curve in one line. `escape_control_characters`, `plain_text` and `print_plain` make text of models,
 prompts and rewards safe to print. A response is untrusted. An escape sequence in it could colour or overwrite the
 terminal, or change the terminal's title. A direction mark could reverse the text around it. The library rich removes
-neither.
+neither escape sequences nor direction marks.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plain_text(text: object, style: str = "") -> Text:
-    """Return text for tables and panels, in which markup has no effect. Words that are too long for a line are
-    broken."""
+    """Return a rich `Text` for tables and panels. Markup in the text has no effect. Words that are too long for a line
+    are broken."""
     return Text(escape_control_characters(str(text)), style=style, overflow="fold")
 
 
@@ -87,9 +87,9 @@ _TABLE = (
 
 
 def escape_control_characters(text: str) -> str:
-    """Return the text after replacing control characters (except newline and tab), direction marks and Unicode's line
-    and paragraph separators by visible characters. For example, ESC becomes ␛, the C1 code CSI becomes \\x9b, and the
-    right-to-left override becomes \\u202e."""
+    """Return the text with visible characters in place of invisible ones. These are control characters (except newline
+    and tab), direction marks, and Unicode's line and paragraph separators. For example, ESC becomes ␛, the C1 code CSI
+    becomes \\x9b, and the right-to-left override becomes \\u202e."""
     return text.translate(_TABLE)
 
 

@@ -136,8 +136,8 @@ def overlap_periods(all_boxes: Iterable[Box]) -> list[Interval]:
 def overlap_by_step(events: Iterable[Event]) -> dict[int, float]:
     """Return a dictionary: step -> fraction of the step's time in which gangs overlapped.
 
-    The time of a step is from the publication of its version to the publication of the next version. A step is left out
-    if the next version is not published yet, or if a driver started during this time."""
+    The time of step i is from the publication of version i of the weights to the publication of version i + 1. A step
+    is left out if one of the two publications is missing, or if a driver started during this time."""
     log = list(events)
     starts = sorted(e.t for e in log if e.kind is EventKind.RUN_STARTED)
     published = {e.step: e.t for e in log if e.kind is EventKind.PUBLISHED and e.step is not None}

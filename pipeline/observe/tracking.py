@@ -10,7 +10,7 @@ is killed, no item is lost, and no item appears twice in MLflow.
 
 The writer is a process and not a thread because of Python's global interpreter lock. While a writer thread imported
 mlflow and logged, it held the lock for up to 146 ms at a time and used 3.1 s of the driver's CPU time in 7 s. With a
-writer process, these figures are 3 ms and 0.09 s.
+writer process, the lock is held for up to 3 ms at a time, and 0.09 s of the driver's CPU time are used.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LOG = logging.getLogger("stageline.tracking")
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 DETACH_TIMEOUT_S = 2.0
-"""Time limit of `detach` in seconds. It suffices for a writer that has few items left."""
+"""Seconds that `detach` waits for each writer. They suffice for a writer that has few items left."""
 ANNOUNCE_S = 2.0
 """Seconds that `close` waits for a writer before it logs a warning."""
 IMPORT_GRACE_S = 60.0
-"""Seconds by which `close` extends its time limit, because the writer may still be importing mlflow or creating the
-database."""
+"""Seconds by which `close` and `deliver` extend the time limit of a writer, because the writer may still be importing
+mlflow or creating the database."""
 WRITER_ENV = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -239,7 +239,8 @@ class MlflowTracker:
             params: the config, flattened.
             tags: tags of the run.
             spool_path: path of the spool in the run's directory.
-            close_timeout_s: maximum duration of `close`, once the writer has started.
+            close_timeout_s: time limit of each writer after `close`, in seconds. A writer has `IMPORT_GRACE_S` more if
+                it is still starting.
             meaningless_metrics: names of metrics that have no meaning under this config. They are not logged.
             tags_if_abandoned: tags to set if the driver ends without closing the run.
             further_trackers: names of the sinks that also get the metrics (`tracking.also`)."""
@@ -342,8 +343,8 @@ class MlflowTracker:
 def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
     """Deliver the remaining items of a spool to an MLflow URI or to a further sink.
 
-    If the spool was last delivered to the same `target`, only the remaining items are sent. Any other URI gets the
-    whole run. The call waits until the writer has started, and then at most `timeout_s` seconds for the delivery."""
+    If `target` is the URI to which the spool was last delivered, only the remaining items are sent. Any other URI gets
+    the whole run. The call lasts at most `timeout_s` seconds, plus `IMPORT_GRACE_S` for the start of the writer."""
     return _Writer(target, spool_path, timeout_s).finish()
 
 
@@ -490,8 +491,8 @@ queue. `run_id`, `experiment_id`: ids in MLflow. `open`: True if the MLflow run 
 
 
 def delivered_run_id(spool_path: Path, uri: str) -> str | None:
-    """Return the id of the MLflow run to which the spool was delivered at `uri`, or None if it was not delivered
-    there."""
+    """Return the id of the MLflow run to which the spool was delivered at `uri`. None if the spool was never delivered,
+    or if its last delivery went to another URI."""
     state = read_state(spool_path)
     run_id: str | None = state.get("run_id") if state.get("uri") == redacted_text(uri) else None
     return run_id
@@ -510,7 +511,8 @@ def read_state(spool_path: Path) -> dict[str, Any]:
 
 
 def experiment_id(spool_path: Path, uri: str) -> str | None:
-    """Return MLflow's id of the run's experiment. None if the spool was never delivered to `uri`."""
+    """Return MLflow's id of the run's experiment at `uri`. None if the spool was never delivered, or if its last
+    delivery went to another URI."""
     state = read_state(spool_path)
     number = state.get("experiment_id") if state.get("uri") == redacted_text(uri) else None
     return None if number is None else str(number)

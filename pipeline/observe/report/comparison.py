@@ -173,8 +173,8 @@ class TokenMismatch:
 def worst_mismatches(
     read: Sequence[StageRows], decode: Decode, max_count: int = MAX_MISMATCHES
 ) -> list[TokenMismatch] | None:
-    """Return up to `max_count` tokens with the largest |log pi - log mu|, in descending order. Return None if the
-    trainer recomputed no log-probs in these steps."""
+    """Return up to `max_count` tokens at which the log-probs of trainer (pi) and sampler (mu) differ most, sorted by
+    |log pi - log mu|, the largest first. Return None if the trainer recomputed no log-probs in these steps."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
         return None

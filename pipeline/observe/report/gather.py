@@ -39,7 +39,8 @@ from storage.errors import StoreError
 MAX_EXECUTIONS = 20_000
 """Maximum number of executions in a timeline."""
 _MAX_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
-"""Maximum number of bytes of rows to read, and estimated number of bytes of one token in all arrays together."""
+"""Maximum number of bytes of rows to read, and the estimated number of bytes that all arrays together store for one
+token."""
 _MIN_STEPS = 3
 _MAX_TEXT_CHARS = 1600
 """Maximum number of characters of a held-out prompt or response."""

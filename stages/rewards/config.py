@@ -1,7 +1,7 @@
 """Settings of rewards, and their checks. Builds no reward.
 
 training     `reward`            the policy learns from the weighted sum of its parts
-evaluation   `evaluate.reward`   scores held-out responses; if it is empty, `reward` does
+evaluation   `evaluate.reward`   scores held-out responses; if it is not given, `reward` scores them
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PartConfig:
 
 @dataclass(frozen=True)
 class Permissions:
-    """Permissions of a part's code that the config adds to the permissions of every sandbox."""
+    """Permissions that the config gives to the code of one part, in addition to the permissions of every sandbox."""
 
     network: bool = False
     environment: tuple[str, ...] = ()
@@ -108,8 +108,8 @@ def reward_problems(config: RewardConfig) -> Iterator[Problem]:
 def source_problems(
     config: RewardPartsConfig, key: str, prompts_url: str, url_key: str = "prompts.url"
 ) -> Iterator[Problem]:
-    """Yield a problem for each part of kind `reasoning_gym` if the prompts come from another source. `url_key`: key
-    path of the prompts' URL."""
+    """Yield a problem for each part of kind `reasoning_gym` if the prompts do not come from reasoning-gym. `url_key`:
+    key path of the prompts' URL."""
     for where, part in config.parts_by_name(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
             need = f"needs {url_key}={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
@@ -170,7 +170,7 @@ def _model_arguments(
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
-    """Yield the problems of the parts in a section that do not depend on other sections."""
+    """Yield the problems of a section's parts. Only settings of this section are checked."""
     if config.kind is not None and config.parts:
         need = f"{key}.kind is the short form for a single part: give either it or {key}.parts"
         yield Problem(f"{key}.kind", config.kind, need)

@@ -1,5 +1,5 @@
 """Rewards from reward models, and ensembles of rewards. Reward models are in Hugging Face layout. They are exports of
-`stageline reward train`, or causal language models with a head that gives one score for a row.
+`stageline reward train`, or other causal language models with a head that gives a row one score.
 
     a row's token ids, as they were sampled ──► + EOS, if they do not end in one ──► the head at the last token
 
@@ -58,8 +58,8 @@ class ProcessModelReward(Reward):
 
 
 class ModelReward(ProcessModelReward):
-    """A reward model. It scores the token ids of prompt, response and EOS as they were sampled; the score includes the
-    model's bias."""
+    """A reward model. It scores the token ids of prompt and response as they were sampled, with an EOS at the end. The
+    score includes `reward_bias` of the model's config.json."""
 
     def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = PASS_TOKENS) -> None:
         """Check the arguments. Raises UnfitReward, which names the argument that cannot work.
@@ -68,7 +68,7 @@ class ModelReward(ProcessModelReward):
             path: the model's directory.
             dtype: dtype of the forward pass.
             batch_tokens: maximum number of tokens of a forward pass, which packs several rows. None: one row per pass,
-                so that its score does not depend on other rows.
+                so that a row's score does not depend on other rows.
         """
         wrong = _path_problem(path)
         if wrong is not None:
@@ -181,8 +181,8 @@ class _ProcessModels:
             return self._models[loading]
 
     def release(self, loading: LoadSettings) -> None:
-        """Give a model back. It is unloaded when its last user gives it back. If no model is left, a process without a
-        gang also leaves its process group."""
+        """Give a model back. The model is unloaded when its last user gives it back. If no model is left and the
+        process belongs to no gang, the process also leaves its process group."""
         with self.lock:
             self._users[loading] -= 1
             if self._users[loading]:

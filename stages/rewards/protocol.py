@@ -1,8 +1,8 @@
 """The base class of all rewards (rules, users' own functions, reward models, judges), and the samples that they score.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
-still generated. A reward may be slow, such as a model or an answer over HTTP. If the `advantage` node runs on another
-gang (`placement.roles.advantage`), only the `advantage` node of the same step waits for a slow reward.
+still generated. A reward may be slow, for example if it runs a model or asks a server. If the `advantage` node runs on
+another gang (`placement.roles.advantage`), only the `advantage` node of the same step waits for a slow reward.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Scored:
     """Scores of some samples, with several numbers for each sample."""
 
     parts: Mapping[str, Sequence[float]]
-    """Name of a part -> one finite number per sample. The score is the sum of the parts; each is stored and logged. A
-    single part may have an empty name. It then gets the reward's name in the config."""
+    """Name of a part -> one finite number per sample. The score is the sum of the parts. Each part is stored and
+    logged. If there is only one part, its name may be empty. It is then stored under the reward's name in the
+    config."""
     disagreement: Sequence[float] | None = None
     """For an ensemble: standard deviation over its members, per sample."""
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -53,11 +54,11 @@ class Reward(ABC):
     argument."""
 
     deterministic: bool
-    """True if a sample always gets the same score, whichever other samples are in the batch. `replay` then demands a
-    difference of 0."""
+    """True if a sample always gets the same score, whichever other samples are in the batch. `stageline replay` then
+    accepts no difference between the stored and the recomputed score, if the worker has only one rank."""
     batch_tokens: int | None = None
-    """Maximum number of tokens of a call: its number of rows times the tokens of its longest row (prompt and response).
-    A single row may have more. None: a call has all rows of the shard."""
+    """Maximum number of tokens of a call: the number of its rows times the number of tokens in its longest row (prompt
+    and response). A single row may have more. None: a call has all rows of the shard."""
     fields: frozenset[str] = frozenset()
     """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})
@@ -73,8 +74,8 @@ class Reward(ABC):
         of a model that the gang divides. A reward without such a model does nothing."""
 
     def counts(self) -> Mapping[str, float]:
-        """Return a dictionary: name (`requests`, `cost`) -> total that the reward has used, over all processes of the
-        run so far."""
+        """Return a dictionary: name (`requests`, `cost`) -> amount that the reward has used so far, summed over all
+        processes of the run."""
         return {}
 
     def close(self) -> None:  # noqa: B027

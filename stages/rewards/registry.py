@@ -91,7 +91,8 @@ def build_reward(
     Raises:
         UnconfinedAnswers: the reward may evaluate answers, the config does not trust them, and this host cannot confine
             them.
-        UnfitReward: a kind or an argument is unknown (the message lists the known ones), is missing, or cannot work.
+        UnfitReward: the kind is unknown, or an argument is unknown, is missing, or cannot work. For an unknown name,
+            the message lists the known names.
     """
     if ":" in kind:
         if not all(word.isidentifier() for word in kind.replace(":", ".", 1).split(".")):

@@ -175,7 +175,7 @@ def last_number(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class VaderReward(Reward):
-    """The compound score of the response without its prompt, from -1 (negative) to 1 (positive)."""
+    """VADER's compound score of the response, from -1 (negative) to 1 (positive). The prompt is not scored."""
 
     deterministic = True
     _analyzer: SentimentIntensityAnalyzer = field(default_factory=SentimentIntensityAnalyzer, repr=False)

@@ -6,8 +6,8 @@
       close, or any end of the worker ────────────────► the sandbox ends, with all its processes
 
 If the function raises, hangs or ends its process, its batch fails with an error that names the rows, and the worker
-continues. A process that ended is first started once more for the same batch, since it may have been killed from
-outside. This is safe because scoring has no side effects.
+continues. If the process ended, it may have been killed from outside. So it is first started once more, and gets the
+same batch again. This is safe because scoring has no side effects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class UserReward(Reward):
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = None
         self.refusal: tuple[str, str] | None = None
-        """("kind" or "args", what is wrong and what would work); None: nothing is wrong."""
+        """Why the function cannot be used: (the setting at fault, "kind" or "args"; what is wrong and what would work).
+        None: it can be used."""
         self.deterministic = True
         try:
             self._sandbox = Sandbox("stages.rewards.user_main:serve", {"kind": kind, "args": args}, confinement)

@@ -1,10 +1,10 @@
 """The program that serves a user's reward, in its sandbox.
 
-    start        {kind, args}   import the function, or make the object ──► ready, or the setting that is wrong, and why
+    start        {kind, args}   import the function, or make the object ──► ready, or which setting is wrong, and why
     each batch   {samples}      call the function ──► the scores, or the exception and the row that raised it
 
-The working directory is searched for modules before installed packages. Of Stageline, only the channel and the types
-of a reward's arguments and results are loaded.
+The working directory is searched for modules before installed packages. This module imports only two parts of
+Stageline: the channel, and the types of a reward's arguments and results.
 """
 
 from __future__ import annotations

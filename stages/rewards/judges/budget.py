@@ -2,10 +2,11 @@
 
     DIRECTORY/spent-JUDGE-*.txt    one file for each process: requests, prompt tokens, completion tokens
 
-Each process writes its own file and adds up all files. Before it sends a request, it records the request, checks the
-sum against the budget, and takes the request back if the budget is used up. If two processes want the last request, at
-most one gets it. On one host, processes see each other's writes at once, so the sum never exceeds `max_requests`. On
-several hosts the sum may exceed it, because a network filesystem can show writes seconds late.
+Each process writes its own file and adds up all files. Before it sends a request, it adds the request to its own file
+and compares the sum with the budget. If the budget is used up, it removes the request from the file and does not send
+it. If two processes want the last request, at most one gets it. On one host, processes see each other's writes at once,
+so the sum never exceeds `max_requests`. On several hosts the sum may exceed it, because a network filesystem can show
+writes seconds late.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from storage.files import retried
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """Number of requests to a judge, and numbers of their tokens."""
+    """Number of requests to a judge, and number of tokens in the requests and answers."""
 
     requests: int = 0
     """Requests that were sent, answered or not."""

@@ -275,8 +275,8 @@ async def _request(
 
 
 async def _read_text(response: Any) -> str | None:
-    """Return the text of a response, or None if it is too large. JSON must be UTF-8, otherwise ValueError is raised. In
-    the text of an error, bytes that are not UTF-8 are replaced."""
+    """Return the text of a response, or None if it is too large. If the status is 200, the text must be UTF-8,
+    otherwise ValueError is raised. With any other status, bytes that are not UTF-8 are replaced."""
     data = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         data += part

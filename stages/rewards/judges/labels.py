@@ -1,5 +1,5 @@
-"""Turn a judge's verdicts into a preference set: rows of prompt, chosen and rejected response. A reward model is
-trained on them. Pure, except for the calls of `ask`.
+"""Turn a judge's verdicts into a preference set. Each row has a prompt, the chosen response and the rejected response.
+Reward models are trained on these rows. Pure, except for the calls of `ask`.
 
     candidates of a prompt ──► pairs ──► judge, both orders (or a grade each) ──► label, or why there is none
 """
@@ -54,9 +54,9 @@ class _PairVerdict:
 def comparable_pairs(
     candidates: Candidates, number: int, seed: int, max_pairs: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """Return the pairs of responses to compare, and a counter: reason -> number of pairs that cannot be compared. If
-    more than `max_pairs` pairs can be compared, `max_pairs` of them are chosen at random. `number`: number of the
-    prompt in its source, which is part of the random seed."""
+    """Return the pairs of responses to compare, as pairs of indices, and a counter: reason -> number of pairs that
+    cannot be compared. If more than `max_pairs` pairs can be compared, `max_pairs` of them are chosen at random.
+    `number`: index of the prompt in its source. The choice is seeded with `seed` and `number`."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
@@ -83,8 +83,8 @@ def label_pairs(
     """Return, for each prompt, its labelled pairs and a counter: reason -> number of pairs without a label. All
     questions are asked together.
 
-    With a graded judge, the margin of a pair is the absolute difference of its grades. With a pairwise judge, it is |w
-    - l|, where w is the preference for the first response, averaged over both orders, and l = 1 - w. A pair with a
+    With a graded judge, the margin of a pair is the absolute difference of its grades. With a pairwise judge, the
+    margin is |2 w - 1|, where w is the preference for the first response, averaged over both orders. A pair with a
     margin up to `min_margin` is a tie.
     """
     verdicts = _grade_pairs(rubric, ask, prompts) if rubric.against is None else _compare_pairs(rubric, ask, prompts)

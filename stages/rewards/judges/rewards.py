@@ -1,5 +1,5 @@
-"""The rewards of kind `judge` and `local_judge`. Both read the same rubric and return the same verdicts. `judge` asks a
-model behind an endpoint, `local_judge` a model in this process.
+"""The rewards of kind `judge` and `local_judge`. Both kinds use the same rubric and the same scores. `judge` asks a
+model behind an endpoint, `local_judge` asks a model in this process.
 
     rows ──► questions ──┬─ judge ──► cache ─ if not there ──► endpoint ──► first token's likeliest, or text ─┐
                          └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
@@ -170,8 +170,7 @@ class JudgeReward(Reward):
 
 class LocalJudgeReward(ProcessModelReward):
     """A judge that is a language model in this process. Its answer is the distribution of the first token after the
-    chat prompt. So its verdicts equal the verdicts of a `JudgeReward` with `read: likelihood` whose server has the same
-    model."""
+    chat prompt. So a `JudgeReward` with `read: likelihood` gives the same verdicts if its server has the same model."""
 
     def __init__(
         self,
@@ -192,10 +191,10 @@ class LocalJudgeReward(ProcessModelReward):
         Args:
             path: the model's directory, with a chat template.
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
-            likeliest: an answer counts if it is among this many likeliest tokens.
+            likeliest: number of likeliest tokens that are considered. An answer that is not among them does not count.
             dtype: dtype of the forward pass.
             pass_tokens: maximum number of tokens of a forward pass, which packs several questions. None: one question
-                per pass, so that its verdict does not depend on other questions.
+                per pass, so that the verdict on a question does not depend on other questions.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields

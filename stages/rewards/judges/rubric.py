@@ -59,7 +59,8 @@ class Rubric:
     template_pieces: tuple[tuple[str, str | None], ...]
     """The template as (text, name of the field after the text). The name is None if no field follows."""
     answers: Mapping[str, float]
-    """Answer -> its worth. For a pairwise judge: how much better the first response is, 0 to 1."""
+    """Answer -> its worth. For a pairwise judge, the worth is the preference for the first response, from 0 (the second
+    is better) to 1 (the first is better)."""
     on_unparsed: float
     """Worth of any other answer."""
     against: str | None = None
@@ -90,8 +91,8 @@ class Rubric:
         return Question((*system, {"role": "user", "content": note + text}), sample.row, values["prompt"])
 
     def reference_answer(self, sample: Sample) -> str:
-        """Return the text of the prompt's field that `against` names, with which a response is compared. Raises
-        RewardFailed if the prompt has no such field."""
+        """Return the text with which a response is compared: the field of the prompt that `against` names. Raises
+        RewardFailed if the prompt lacks this field."""
         assert self.against is not None
         return _value(self.against, {}, sample)
 
@@ -282,7 +283,8 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
     """Return the rows' scores, their disagreement and their shares of invalid answers (`UNPARSED`).
 
     - Score of a graded judge: the grade. There is no disagreement.
-    - Score of a pairwise judge: how much better the row was than others, averaged over all comparisons in both orders.
+    - Score of a pairwise judge: the preference for the row, from 0 to 1, averaged over all its comparisons in both
+      orders.
       The disagreement is half the difference between the two orders, averaged over all comparisons.
     - An invalid answer is worth `on_unparsed`."""
     if rubric.against is None:
@@ -304,7 +306,8 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
 def _against_others(
     rubric: Rubric, ask: Ask, samples: Sequence[Sample]
 ) -> list[list[tuple[float | None, float | None]]]:
-    """Return, for each row, its verdicts in both orders against each response that it was compared with."""
+    """Return, for each row, one pair of verdicts per comparison with another response: the preference for the row if it
+    is shown first, and if it is shown last."""
     if rubric.against != GROUP:
         pairs = [(sample, sample.response, rubric.reference_answer(sample)) for sample in samples]
         return [[(c.first_shown_first, c.first_shown_last)] for c in compare_responses(rubric, ask, pairs)]
@@ -320,7 +323,8 @@ def _against_others(
 
 
 def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Return all pairs of rows with the same prompt. Raises RewardFailed if a prompt has only one row."""
+    """Return all pairs of rows with the same prompt, as pairs of indices into `samples`. Raises RewardFailed if a
+    prompt has only one row."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for number, sample in enumerate(samples):
         groups[sample.prompt_ids or (sample.prompt,)].append(number)

@@ -36,7 +36,8 @@ from stages.rewards.sandbox.process import PROTECTIONS, START_S, Confinement, Sa
 ANSWER_S = 10.0
 """Default time limit of one answer, in seconds."""
 STOPPED = "stopped"
-"""Name of a number that is stored beside each score: 1 for an answer that was stopped, else 0."""
+"""Name of a number that is stored beside each score: 1 if the answer was stopped before it had a valid score, else
+0."""
 _MEMORY_BYTES = 2 << 30
 """Maximum address space of a process that scores an answer."""
 _LONGEST_S = START_S + 10.0
@@ -126,8 +127,8 @@ class AnswerScoring(Protocol):
         ...
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Return a function that scores the answer, 0 to 1. An exception of `prepare` is an error of the run; an
-        exception of the function counts against the answer."""
+        """Return a function that scores the answer, 0 to 1. If `prepare` raises, the run has an error. If the function
+        raises, the answer counts as stopped."""
         ...
 
 

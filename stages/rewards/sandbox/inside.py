@@ -71,8 +71,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Make this process the keeper, and return only in a confined child. The result is a dictionary: protection -> the
-    mechanism that enforces it, or None."""
+    """Make this process the keeper, and return only in a confined child. The result is a dictionary: target
+    (`process.PROTECTIONS`) -> the mechanism that protects it, or None if it is not protected."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)
@@ -117,8 +117,8 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
 
 
 def _writable_paths(scratch: str, *, shared: bool) -> list[str]:
-    """Return the paths that a user's own code may write. `shared`: include the host's folder of shared memory, which
-    the code's semaphores need if there are no namespaces."""
+    """Return the paths that a user's own code may write. `shared`: also return the host's folder of shared memory.
+    Without namespaces, semaphores of the code need this folder."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
 
 

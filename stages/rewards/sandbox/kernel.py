@@ -1,7 +1,7 @@
 """Confine a process: its files (Landlock), its system calls (seccomp), its view of other processes (namespaces).
 
-System calls are made through ctypes, with the standard library only. The functions that confine act on the calling
-process and its later children, for good. They raise OSError if the kernel refuses. The numbers come from
+System calls are made through ctypes, with the standard library only. The functions that confine apply to the calling
+process and its later children, and cannot be undone. They raise OSError if the kernel refuses. The numbers come from
 linux/landlock.h, linux/seccomp.h and the tables of system calls of the two known machines.
 """
 
@@ -56,8 +56,8 @@ _CALLS = {
     "unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, 88), "utimensat": (280, 88),
     "utimes": (235, 88), "vfork": (58, 220),
 }  # fmt: skip
-"""System call -> its numbers on x86_64 and aarch64. If aarch64 lacks an old call, the number is that of its successor
-(`clone` for `fork` and `vfork`)."""
+"""System call -> its numbers on x86_64 and aarch64. If aarch64 lacks an old call, the second number belongs to the call
+that replaces it (`clone` replaces `fork` and `vfork`)."""
 _NEVER = (
     "add_key", "bpf", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl", "perf_event_open",
     "request_key", "setns", "unshare", "userfaultfd",
@@ -151,10 +151,10 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def enter_namespaces(*, network: bool) -> None:
-    """Give this process its own namespaces of users, mounts, System V objects and, unless `network` is true, of the
-    network. Its children get their own process ids. The first child is process 1: when it ends, all other processes of
-    its namespace end. The user id stays the same, without rights outside the namespaces. The process must have a single
-    thread."""
+    """Give this process its own namespaces of users, mounts and System V objects. Give it its own network too, unless
+    `network` is true. Its children get their own process ids. The first child is process 1: when it ends, all other
+    processes of its namespace end. The user id stays the same, without rights outside the namespaces. The process must
+    have a single thread."""
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     _checked(_libc.unshare(flags))

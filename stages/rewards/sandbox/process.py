@@ -22,8 +22,8 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Seconds for a process to start and import its code, which may load a model. A user's own reward has the `timeout_s`
-of its part instead, if `timeout_s` is longer."""
+"""Seconds for a process to start and import its code, which may load a model. For a user's own reward, the time is the
+`timeout_s` of its part if this is longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
@@ -33,8 +33,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
 """Seconds to wait for the end of a process whose channel broke."""
 _TIDY_S = 10.0
-"""Seconds that the keeper (inside.py), the parent of a sandbox's processes, has to kill them before it is killed
-itself."""
+"""Seconds before the keeper is killed. The keeper (inside.py) is the parent of all processes of a sandbox, and kills
+them within this time."""
 _PASSED_ON = frozenset(
     (
         "CONDA_PREFIX", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE",
@@ -45,7 +45,8 @@ _PASSED_ON = frozenset(
     )
 )  # fmt: skip
 _PASSED_ON_BEGINNINGS = ("GOMP_", "KMP_", "LC_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_")
-"""Names, and beginnings of names, of environment variables that every sandbox gets. None of them holds a secret."""
+"""Environment variables that every sandbox gets: their names, and the beginnings of further names. None of these
+variables holds a secret."""
 
 
 class SandboxEnded(Exception):
@@ -81,7 +82,7 @@ class Sandbox:
         self._child: _Child | None = None
         self._closed = False
         self.protections: Mapping[str, str | None] = {}
-        """Each of PROTECTIONS -> the mechanism that enforces it, or None."""
+        """Target (each of PROTECTIONS) -> the mechanism that protects it, or None if it is not protected."""
         self.restart()
 
     def restart(self) -> None:

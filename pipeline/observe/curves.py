@@ -27,7 +27,8 @@ class HeldOutPoint(NamedTuple):
     version: int
     value: float | None
     error: float | None
-    """Standard error of a mean score, if it is known. None for all other metrics."""
+    """Standard error of the value if the metric is the mean score (`eval/reward_mean`). None for any other metric, or
+    if the error is not known."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ PATH = "stageline"
 REFRESH_S = 1.0
 """Seconds between two fetches of an open page. A page in a hidden browser tab does not fetch."""
 _SHOWN_NODES = 8
-"""Maximum number of nodes per gang that are listed by name. Of further nodes only the number is shown."""
+"""Maximum number of nodes per gang that are listed by name. For all further nodes, only their number is shown."""
 _STYLE = ("base.css", "figures.css", "stageline.css")
 _SCRIPT = ("text.js", "dom.js", "curves.js", "stageline.js")
 HEADERS = {
@@ -63,8 +63,8 @@ def render_page(view: GraphView) -> str:
 
 
 def render_fragment(view: GraphView) -> str:
-    """Return the part of the page that changes during a run. An open page fetches the newest fragment and replaces the
-    old one by it."""
+    """Return the part of the page that changes during a run. An open page fetches the newest fragment and shows it in
+    place of the old one."""
     facts = view.facts
     learning = {
         "runs": [{"name": facts.name, "curves": view.curves}],

@@ -198,8 +198,8 @@ class History:
 
 
 def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) -> dict[str, float]:
-    """Return the metrics of an evaluation for the tracking: score, KL, length, and the mean of each part of the score
-    if there are several parts.
+    """Return the metrics of an evaluation for experiment tracking: score, KL, length, and the mean of each part of the
+    score if there are several parts.
 
     If `first` is given, the metrics include the gain over `first` and Student's t of the gain. Both are computed on the
     prompts that both evaluations have."""

@@ -90,12 +90,12 @@ class WorkerLosses:
         self.losses = [replace(loss, **change) if concerned(loss) else loss for loss in self.losses]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Handle the end of a step. Return a message about each trainer that has trained again since the last call, and
-        metrics.
+        """Handle the end of a step. Return two things: a message about each trainer that has trained again since the
+        last call, and the metrics of these losses.
 
         The only metric is `trainer/lost_s`: the seconds from the loss until the trainer trained again, summed over
-        these trainers. It is absent if there is no such trainer. If a trainer was lost several times before it trained
-        again, its time is counted from the first loss."""
+        these trainers. There is no metric if no trainer has trained again. If a trainer was lost several times before
+        it trained again, its time is counted from the first loss."""
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
         for number, loss in enumerate(self.losses):

@@ -7,9 +7,9 @@ Only the driver writes the journal. Workers send their start and end times to th
 nodes. If a crash or a damaged disk corrupts a line, only the event on this line is lost. Readers then yield a warning
 in place of the event.
 
-`LineFile` appends whole lines to a file, for the journal and for the spool of the tracking. One process at a time may
-have the file open. On opening, an incomplete last line is truncated. If an append fails, for example on a full disk,
-the partial line is truncated and AppendFailed is raised.
+`LineFile` appends whole lines to a file, for the journal and for the spool of experiment tracking. One process at a
+time may have the file open. On opening, an incomplete last line is truncated. If an append fails, for example on a full
+disk, the partial line is truncated and AppendFailed is raised.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ UNPROVEN_PREFIX, NO_CAPABILITIES = ". Not proven: ", "nothing"
 """Two parts of the text of an engine event: the separator before the list of guarantees that the run lacks, and the
 word that replaces an empty list."""
 _SHOWN_NODES = 3
-"""Maximum number of nodes per gang that are listed by name. Of further nodes only the number is shown."""
+"""Maximum number of nodes per gang that are listed by name. For all further nodes, only their number is shown."""
 
 
 def estimate_seconds_left(durations_s: list[float], steps_left: int) -> float | None:

@@ -295,7 +295,7 @@ def terminal_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 def select_tracked(
     values: Mapping[str, float], meaningless: Collection[str], tracked_before: Collection[str]
 ) -> dict[str, float]:
-    """Return the metrics to send to the tracking. The metrics of the overview come first.
+    """Return the metrics of a step or version to log in experiment tracking. The metrics of the overview come first.
 
     Args:
         values: all metrics.
@@ -321,7 +321,7 @@ MIN_ENTROPY = 0.1
 MIN_ENTROPY_FRACTION = 0.2
 """Lowest healthy entropy, as a fraction of the first step's entropy."""
 MAX_NEGATIVE_STEPS = 5
-"""Number of steps in a row that must have a negative explained variance before it counts as unhealthy."""
+"""Number of latest steps. If all of them have a negative explained variance, the explained variance is unhealthy."""
 RECENT_STEPS = 50
 """Number of recent steps that callers keep for `find_unhealthy_numbers`."""
 

@@ -81,7 +81,7 @@ class SlurmJob:
     """The host from which the job was submitted. None if Slurm does not say."""
 
     def tags(self) -> dict[str, str]:
-        """Return the tags of the job for the tracking."""
+        """Return the tags of the job for experiment tracking."""
         return {
             "slurm_job_id": self.job_id,
             "slurm_nodes": self.nodes,
@@ -117,8 +117,8 @@ def tunnel_command(dashboard: str, login_host: str | None) -> str:
 
 
 def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags for the tracking: the address of the dashboard and, in a Slurm job, the ssh command to reach
-    it."""
+    """Return the tags for experiment tracking: the address of the dashboard and, in a Slurm job, the ssh command to
+    reach it."""
     job, tags = slurm_job(environment), {"dashboard": dashboard}
     return tags if job is None else tags | {"dashboard_tunnel": tunnel_command(dashboard, job.submitted_from)}
 
@@ -127,7 +127,7 @@ def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def markdown_code(text: str) -> str:
-    """Return text as one line of markdown code, in which markup has no effect."""
+    """Return text as one line of markdown code. Markup in the text has no effect."""
     one_line = " ".join(text.replace("`", "'").split())
     return f"`{one_line}`" if one_line else "-"
 

@@ -9,8 +9,8 @@ is busy for the longest time, so it determines the step time.
       A  time in which the busiest gang is busy but not computing                 (store, ledger)
       B  time in which the busiest gang is idle although its next box is ready    (scheduling, tracking, the driver)
 
-A box is ready when its node's last parent finished. If no parent is recorded, it is ready when its node was submitted.
-So waiting for another gang's result is not overhead. It counts in `idle`.
+A box is ready when the last parent of its node has finished. If no parent has a recorded end, the box is ready when its
+node is submitted. So waiting for another gang's result is not overhead. It counts in `idle`.
 
 The time for which a trainer was lost (pipeline/observe/incidents.py) does not include time without a driver.
 """
@@ -114,9 +114,9 @@ class Summary:
     staleness: StalenessSummary
     eval: EvalSummary | None
     reward: list[float]
-    """Mean score by step."""
+    """Mean score of the rows of each step, in order of the steps."""
     kl: list[float]
-    """KL to the reference by step, nats per response."""
+    """KL to the reference in each step, nats per response."""
     versions: dict[str, str | int]
     """Key `weights`: number of published versions of the weights, version 0 included. Every other key is the name of a
     package, and its value is the package's version."""

@@ -167,8 +167,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The executions of a run, arranged in lanes. Periods without a driver, the gaps, are cut out: a time is in seconds
-    since the epoch, minus the length of all gaps before it (`Timeline.without_gaps`)."""
+    """The executions of a run, arranged in lanes. Periods in which no driver worked are called gaps, and are cut out.
+    So a time in this record is in seconds since the epoch, minus the length of all gaps before it
+    (`Timeline.without_gaps`)."""
 
     lanes: Sequence[Lane]
     """Lanes, sorted by gang and worker."""
@@ -215,7 +216,7 @@ def subtract_gaps(gaps: Iterable[Interval], t: float) -> float:
 
 
 def arrange_lanes(drawn: Iterable[Box]) -> list[Lane]:
-    """Arrange boxes, which are sorted by start, in lanes. The lanes are sorted by gang and worker.
+    """Return lanes with the boxes `drawn`, which must be sorted by start. The lanes are sorted by gang and worker.
 
     Each box is put into the first lane of its worker that is free. A lane is free if its last box has ended, with a
     tolerance of 1 us for rounding."""
@@ -235,7 +236,7 @@ def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> Interval | None:
     trained.
 
     The period is from the start of the first update to the end of the last update of these steps, plus a margin of 4 %
-    on both sides. It is cut to the time from the first to the last box."""
+    on both sides. It begins no earlier than the first box and ends no later than the last box."""
     updates = [box for box in drawn if box.address.stage.startswith("update")]
     trained = sorted({box.address.step for box in updates})
     if len(trained) <= num_steps:

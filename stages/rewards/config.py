@@ -32,7 +32,7 @@ class PartConfig:
     """A reward that ships with Stageline (stages/rewards/registry.py), or your own. Your own is `module:function` or
     `module:Class`, from the working directory or an installed package."""
     weight: float = setting(1.0, finite(" (0: only measured)"))
-    """Factor of the part in the score's sum. 0: the part is only measured."""
+    """Factor of the part in the score, which is the weighted sum of the parts. 0: the part is only measured."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
     timeout_s: float = setting(TIMEOUT_S, above(0))

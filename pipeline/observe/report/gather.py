@@ -81,8 +81,8 @@ class TimelineMark:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """A `Timeline` for the page. The fields `lane` to `versions` are columns with one entry per execution, a compact
-    form for tens of thousands of executions. Times are in milliseconds since `start`."""
+    """A `Timeline` for the page. The fields `lane` to `versions` are columns: each has one entry per execution. This is
+    a compact form for tens of thousands of executions. Times are in milliseconds since `start`."""
 
     start: float
     """Start time of the first execution, seconds since the epoch."""

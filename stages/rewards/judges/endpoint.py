@@ -103,8 +103,8 @@ class _Retries:
         self._said = -math.inf
 
     def log_rarely(self, now: float, text: str) -> None:
-        """Write to the worker's log, at most once in `_LOG_INTERVAL_S` seconds. If the judge is down, every question
-        would otherwise write the same line."""
+        """Write `text` to the worker's log, at most once in `_LOG_INTERVAL_S` seconds. Without this limit, every
+        question would write the same line while the judge is down."""
         if now - self._said > _LOG_INTERVAL_S:
             self._said = now
             print(text, file=sys.stderr, flush=True)
@@ -286,8 +286,8 @@ async def _read_text(response: Any) -> str | None:
 
 
 def retry_after_s(header: str, now: float) -> float | None:
-    """Return the seconds to wait that a Retry-After header asks for. The header has a number of seconds or a date; None
-    if it has neither. `now`: seconds since the epoch."""
+    """Return how many seconds a Retry-After header asks to wait. The header has a number of seconds or a date. Return
+    None if it has neither. `now`: seconds since the epoch."""
     with suppress(ValueError):
         return max(0.0, float(header))
     with suppress(ValueError, TypeError):

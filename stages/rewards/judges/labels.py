@@ -46,8 +46,8 @@ class _PairVerdict:
     gap: float
     """How much better the first response is than the second; below 0 if it is worse."""
     if_first: Mapping[str, float]
-    """Name of a verdict -> its number, as stored if the first response is the better one. `if_second` is stored instead
-    if the second response is the better one."""
+    """The verdicts to store if the first response is the better one: name of a verdict -> its number. If the second
+    response is the better one, `if_second` is stored instead."""
     if_second: Mapping[str, float]
 
 

@@ -159,9 +159,9 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
 
 
 def may_run_code(text: str) -> bool:
-    """Return True if Python's `eval` of a text could change anything. A change takes a call or an assignment
-    (in an expression: `:=` or a comprehension), and both need a name. The result may be a string that is evaluated
-    again (sympy does that), so a text that can compose such a string counts as well."""
+    """Return True if Python's `eval` of a text could change anything. A change needs a call or an assignment (in an
+    expression: `:=` or a comprehension), and both need a name. Return True also if the text can compose a string,
+    because the result may be evaluated again (sympy does that)."""
     if not any(c.isalpha() or c == "_" for c in text):
         return False
     if "(" in text or ":=" in text or ("for" in text and ("[" in text or "{" in text)):

@@ -38,7 +38,7 @@ class SandboxChannel:
             raise ValueError("a message of too many levels") from None
 
     def shut_down(self) -> None:
-        """Close both directions. A thread that waits in another call of this end gets an error."""
+        """Close both directions. A thread that waits in `send` or `receive` of this end gets an error."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end is closed already

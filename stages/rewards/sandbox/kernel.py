@@ -195,9 +195,9 @@ def drop_capabilities() -> None:
 
 def filter_calls(*, network: bool, answers: bool) -> None:
     """Refuse system calls with EPERM (`clone3` with ENOSYS). Calls that bypass other limits are always refused. Sockets
-    other than Unix ones are refused unless `network`. With `answers` (for sampled text), new processes, signals to
-    other processes, changes of their limits and processors, and all sockets are refused too. Without `answers`, new
-    processes may not have user namespaces of their own."""
+    other than Unix ones are refused unless `network`. With `answers` (for sampled text), these are refused too: new
+    processes, signals to other processes, changes of the limits and processors of other processes, and all sockets.
+    Without `answers`, new processes may not have user namespaces of their own."""
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)
@@ -244,23 +244,23 @@ class _Filter:
         ]
 
     def call(self, number: int, error: int = errno.EPERM) -> None:
-        """Refuse a call with `error`."""
+        """Refuse the system call `number` with `error`."""
         self._program += [(self._EQUAL, 0, 1, number), (self._RETURN, 0, 0, self._ERROR | error)]
 
     def unless_first(self, number: int, value: int) -> None:
-        """Refuse a call unless its first argument is `value`."""
+        """Refuse the system call `number` unless its first argument is `value`."""
         self._look(number, (self._EQUAL, 1, 0, value))
 
     def unless_flagged(self, number: int, bit: int) -> None:
-        """Refuse a call unless its first argument has `bit`."""
+        """Refuse the system call `number` unless `bit` is set in its first argument."""
         self._look(number, (self._ANY_BIT, 1, 0, bit))
 
     def if_flagged(self, number: int, bit: int) -> None:
-        """Refuse a call if its first argument has `bit`."""
+        """Refuse the system call `number` if `bit` is set in its first argument."""
         self._look(number, (self._ANY_BIT, 0, 1, bit))
 
     def if_second(self, number: int, value: int) -> None:
-        """Refuse a call if its second argument is `value`."""
+        """Refuse the system call `number` if its second argument is `value`."""
         refusal = (self._RETURN, 0, 0, self._ERROR | errno.EPERM)
         looked = [(self._LOAD, 0, 0, self._SECOND_ARGUMENT_AT), (self._EQUAL, 0, 1, value), refusal]
         self._program += [(self._EQUAL, 0, 4, number), *looked, (self._LOAD, 0, 0, self._NUMBER_AT)]

@@ -401,7 +401,7 @@ def _recorded_waits(
 
 
 def gangs_by_role(gangs: Iterable[Gang]) -> dict[Role, Gang]:
-    """Return the gang of each role."""
+    """Return a dictionary: role -> the gang that has this role."""
     return {role: gang for gang in gangs for role in gang.roles}
 
 

@@ -36,8 +36,8 @@ _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
 """Metrics that are summed over the shards of a step."""
 _SO_FAR = "judge/"
-"""Prefix of the names of cumulative metrics. Their value for a step is the maximum over its shards. Metrics that are
-neither summed nor cumulative are averaged."""
+"""Prefix of the names of metrics that grow during a run. For a step, the maximum over its shards is taken. All metrics
+without this prefix that are not in `_TOTALS` are averaged over the shards."""
 
 
 @dataclass(frozen=True)

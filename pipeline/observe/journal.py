@@ -51,7 +51,8 @@ class EventKind(StrEnum):
     GANG_LOST = "gang_lost"
     ALARM = "alarm"
     """Something needs attention now. `detail` describes it. If `stage` is `canary`, engine and trainer differ at
-    version `step` of the weights. Otherwise `rule` is the name of the rule in section `alarms` of the config."""
+    version `step` of the weights, or the engine seems to have kept older weights. Otherwise `rule` is the name of the
+    rule in section `alarms` of the config."""
     ROWS_MIGRATED = "rows_moved"
     """`worker` finished a migration of rows to another replica. `detail` lists the number of accepted rows, the copied
     bytes and the waiting times. If the replica refused rows, it also says why."""

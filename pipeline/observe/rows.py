@@ -153,8 +153,8 @@ def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
 def token_decoder(root: files.Root, model: str) -> Decode:
     """Return a function that turns token ids into text and leaves out special tokens.
 
-    It uses the vocabulary in the run's store. If the store has none, the tokenizer of the model is loaded, which takes
-    seconds."""
+    The vocabulary comes from the run's store. If the store has no vocabulary, the tokenizer of the model is loaded,
+    which takes seconds."""
     data, offsets = (read_root_array(root, name) for name in (BYTES, OFFSETS))
     if data is not None and offsets is not None:
         return Vocabulary(data.tobytes(), offsets).text

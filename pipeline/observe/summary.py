@@ -177,7 +177,8 @@ def summarise(
         software: package -> version.
         best: the best evaluation, or None if no evaluation is within `evaluate.select.max_kl`.
         rebuilt_together: names of the gangs whose workers are lost and rebuilt together.
-        predicted_s: stage, or `step` for the whole step -> predicted seconds per step, from the config."""
+        predicted_s: name of a stage -> predicted seconds per step, from the config. The key `step` has the seconds of
+            the whole step."""
     log = list(events)
     all_boxes = read_boxes(log)
     periods = driver_periods(log)

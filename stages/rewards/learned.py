@@ -286,7 +286,8 @@ class EnsembleReward(Reward):
 
 
 def _member_scores(answer: Sequence[float] | Scored, rows: int) -> np.ndarray:
-    """Return a member's scores, float64 [rows]. Raises ValueError for a wrong number of scores."""
+    """Return a member's scores, float64 [rows]: for each row the sum of its parts. Raises ValueError for a wrong number
+    of scores."""
     parts = answer.parts.values() if isinstance(answer, Scored) else [answer]
     arrays = [np.asarray(part, np.float64) for part in parts]
     for array in arrays:

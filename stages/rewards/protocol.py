@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """A row as a reward sees it."""
+    """A row to score: a prompt, a response to it, and further data for rewards."""
 
     prompt: str
     response: str

@@ -1,8 +1,8 @@
 """Samples of a run's responses, with the numbers that each stage computed for each token.
 
 The sample is spread evenly over steps and rows. Extreme rows are added and marked, because an even sample of many rows
-would hardly contain them. They are the rows with the highest and lowest score, the largest KL and the largest
-mismatches among the rows that were read.
+would hardly contain them. Extreme rows are the rows with the highest score, the lowest score, the largest KL and the
+largest mismatches, among the rows that were read.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from storage.rollouts import Decode
 class Sameness:
     """Facts that decide which numbers of two runs can be compared.
 
-    A number depends on some of these facts. It can be compared if both runs have the same text for all facts on which
-    it depends."""
+    Each fact is a text. A number depends on some of the facts. If these facts are equal in both runs, the number can be
+    compared."""
 
     model: str
     """Files of the initial policy."""

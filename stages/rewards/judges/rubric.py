@@ -142,8 +142,8 @@ def make_rubric(
 
 
 def prompt_text(sample: Sample) -> str:
-    """Return a prompt as a judge reads it: its text, or the text of a chat's only message. A longer chat becomes one
-    paragraph `ROLE: TEXT` per message."""
+    """Return the text of a prompt for a judge: the prompt itself, or the text of a chat's only message. A longer chat
+    becomes one paragraph `ROLE: TEXT` per message."""
     asked = sample.messages[:-1]
     if not asked:
         return sample.prompt

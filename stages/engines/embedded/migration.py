@@ -277,10 +277,13 @@ class MigratingEngine(EmbeddedEngine):
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def _num_stored(self, key: RowKey) -> int:
-        """Return the number of a row's positions whose keys and values are stored here. Return 0 if another version of
-        the weights computed them."""
+        """Return the number of a row's positions whose keys and values are stored here. Drop them and return 0 if
+        another version of the weights computed them."""
         stored = self._stored.get(key)
-        return stored.num_positions if stored is not None and stored.version == self.version else 0
+        if stored is not None and stored.version != self.version:
+            self._drop_stored(key)
+            return 0
+        return 0 if stored is None else stored.num_positions
 
     def sleep(self) -> None:
         """See `EmbeddedEngine.sleep`. Also raises RuntimeError while parts of arriving rows are stored."""

@@ -298,6 +298,16 @@ def test_a_row_stays_if_the_weights_change_while_it_is_copied() -> None:
         assert_same_bits(by_row(results), at_home(rows))
 
 
+def test_parts_of_older_weights_are_dropped_when_their_row_arrives() -> None:
+    rows = requests(2, new=30)
+    with engines(2) as (source, target):
+        results, gate = pause_after(source, 17, rows)
+        part = copy_parts(source, gate, target, rows[1])
+        target._stored[part.key].version = 1  # as if the target had loaded other weights since
+        carry(source, target, give(source, gate, rows[1:]))
+        assert_same_bits(by_row(results), at_home(rows))
+
+
 def test_refused_are_parts_that_do_not_fit() -> None:
     """All parts of the row are dropped then."""
     rows = requests(2)

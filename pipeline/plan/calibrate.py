@@ -40,8 +40,8 @@ FEWEST_STEPS = 4
 """Minimum number of steps of a run to calibrate from. The first node of each stage on a worker is left out, and three
 more steps show the scatter."""
 _ROUNDS = 4
-"""Number of rounds of the fit. A round fits the engines' speed to their work, and then computes the work anew with it.
-"""
+"""Number of rounds of the fit. A round fits the engines' speed to their work, and then computes the work again with the
+fitted speed."""
 _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
@@ -69,8 +69,8 @@ class Measurement:
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
     """Return the calibration of a machine from runs on it. `hardware`: name of the machine's kind, or the path of a
-    file. Raises ConfigError for a run that is too short, or that ran on other hardware than `hardware` or the first
-    run."""
+    file. Raises ConfigError if a run is too short, if it did not run on `hardware`, or if it did not run on the same
+    hardware as the first run."""
     _check(runs, cluster, hardware)
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
@@ -129,16 +129,16 @@ def _fit_kinds(
 
 
 def _error(speeds: Mapping[str, Any]) -> float:
-    """Return the mean squared relative error of the nodes that divide their arithmetic among threads: generation,
-    forward passes and updates."""
+    """Return the mean squared relative error of the measured nodes of generation, forward passes and updates. These
+    kinds of work divide their arithmetic among threads. Return 0 if none of them was measured."""
     fitted = [speeds[kind] for kind in ("generate", "forward", "update")]
     measured = [speed for speed in fitted if speed.scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
 
 
 def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:
-    """Raise ConfigError for the first run that is too short, or that ran on other hardware than `hardware` or than the
-    first run of all."""
+    """Raise ConfigError if a run is too short, if it did not run on `hardware`, or if it did not run on the same
+    hardware as the first run of `runs`."""
     for one in runs:
         if one.steps < FEWEST_STEPS:
             need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more"
@@ -195,9 +195,9 @@ def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
     """Yield (index in `nodes`, the engine's work while the shard ran) for each shard of one engine. A shard joins the
-    queue at its measured start. If the queue predicts that the shard's rows end later than they did, the shard is
-    removed from the queue when they ended. `after_s`: seconds of each shard from the end of its rows to its measured
-    end, for store and commit."""
+    queue at its measured start. If the queue predicts a later end of the shard's rows than was measured, the shard is
+    removed from the queue at the measured end. `after_s`: seconds of each shard from the end of its rows to its
+    measured end, for store and commit."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
@@ -296,7 +296,7 @@ def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _is_beside(node: Observed) -> bool:
-    """Return True for a shard whose worker ran other nodes at the same time."""
+    """Return True for a node of an engine (a shard or a canary) whose worker ran other nodes at the same time."""
     return node.beside and STAGE_KIND[node.node.stage] == "generate"
 
 

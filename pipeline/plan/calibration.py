@@ -21,11 +21,13 @@ from pipeline.errors import ConfigError, join_errors, refusal
 from storage.problems import Constraint, Problem, above, at_least, setting, setting_problems
 
 CALIBRATION = "--calibration"
-"""The option that names a calibration file. It is the key of the errors about this file."""
+"""The option that names a calibration file. A ConfigError names it as the setting at fault if the file is missing or
+belongs to other hardware."""
 LEAST_EFFICIENCY = 0.01
-"""Lowest efficiency of a scaled calibration. A step that needs a lower one does not wait for its hardware."""
+"""Lowest efficiency of a scaled calibration. If a step time needs a lower efficiency, the hardware is not what limits
+the step."""
 STEP_SECONDS = "--step-seconds"
-"""The option with a published step time. It is the key of the errors about this time."""
+"""The option with a published step time. Each ConfigError about this time names it as the setting at fault."""
 _SHARE = Constraint("above 0 and at most 1", lambda share: 0 < share <= 1)
 
 
@@ -36,9 +38,9 @@ class StageSpeed:
     efficiency: float = setting(1.0, _SHARE)
     """Reached share of the hardware's peak: of its arithmetic or its memory bandwidth, whichever limits the work."""
     call_s: float = setting(0.0, at_least(0))
-    """Additional seconds of each call, for launches and Python. A call is a decoding pass, a scored row, or a block
-    that a micro-batch goes through (forward, or forward and backward in an update). On a CPU, each row of a decoding
-    pass adds a part of a call."""
+    """Additional seconds of each call, for launches and Python. A call is a decoding pass, a row of a scoring or an
+    advantage node, or a block that a micro-batch goes through (forward, or forward and backward in an update). On a
+    CPU, each row of a decoding pass adds a part of a call."""
     node_s: float = setting(0.0, at_least(0))
     """Additional seconds of each node, for reading and writing the store and for the commit."""
     scatter: float | None = setting(None, at_least(0))
@@ -54,7 +56,8 @@ class Calibration:
     description: str = "???"
     """Where the numbers come from, in words."""
     hardware: str = "???"
-    """Hardware whose peaks the efficiencies are shares of: a name of `conf/hardware`, or the path of a file."""
+    """Hardware that the calibration is for: a name of `conf/hardware`, or the path of a file. The efficiencies are
+    shares of its peaks."""
     generate: StageSpeed = field(default_factory=StageSpeed)
     """Speed of engines: in training steps, evaluations and canaries."""
     forward: StageSpeed = field(default_factory=StageSpeed)
@@ -72,7 +75,8 @@ class Calibration:
     overhead_s: float = setting(0.0, at_least(0))
     """Seconds from the commit of a node's last parent to its start on an idle worker: scheduling and tracking."""
     turnaround_s: float = setting(0.0, at_least(0))
-    """Seconds from a node's commit until its worker can start the next node. The first node's time includes them."""
+    """Seconds from a node's commit until its worker can start the next node. They count as seconds of the node that was
+    committed."""
     beside_s: float = setting(0.0, at_least(0))
     """Additional seconds of a shard's store and commit if its worker has other shards at the same time. Store and
     commit then compete with the engine for Python's interpreter."""
@@ -80,9 +84,10 @@ class Calibration:
     """Processor seconds of the driver and the scheduler for each node. They count where workers share the driver's
     cores."""
     tokens_per_pass: float = setting(1.0, at_least(1))
-    """Tokens that a row gains in a decoding pass with speculation. Used for configs with a drafter."""
+    """Mean number of tokens that a row gains in a decoding pass with speculation. Used for configs with a drafter."""
     drafts_per_pass: float = setting(0.0, at_least(0))
-    """Tokens that are drafted for a row in a decoding pass, right or wrong. Used for configs with a drafter."""
+    """Mean number of tokens that are drafted for a row in a decoding pass, right or wrong. Used for configs with a
+    drafter."""
     prompt_tokens: float | None = setting(None, above(0))
     """Mean number of tokens of the prompts in the measured runs; null: unknown."""
     extrapolated: list[str] = setting([])

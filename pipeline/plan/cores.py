@@ -43,8 +43,8 @@ class SharedClock:
         self._cores, self._threads, self._rate = cores, 0.0, 1.0
         self._now = now
         self.work = 0.0
-        """Reading of the clock at the last call: the seconds that a node, running since the start, would have taken
-        alone for its work so far."""
+        """Reading of the clock at the last call of `advance` or `add`. A node that has run since the clock's start
+        would have needed this many seconds alone for its work so far."""
 
     def advance(self, now: float) -> float:
         """Advance to the time `now`. Return the reading of the clock (`work`) then."""
@@ -86,8 +86,8 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
 ) -> dict[float, float]:
-    """Return time -> reading of the clock of work. It has all times at which an execution (one of `boxes`) starts or
-    ends, and at which the driver starts or ends its work.
+    """Return time -> reading of the clock of work. The keys are all times at which an execution (one of `boxes`) starts
+    or ends, or the driver starts or ends its work.
 
     Args:
         threads: gang's name -> number of working threads of one of its workers. A gang that is not listed needs no

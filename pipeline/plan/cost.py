@@ -51,8 +51,9 @@ _CORE_FLOPS = 243.2e9
 """Float32 FLOP/s of one CPU core, from conf/hardware/cpu.yaml. On a node with GPUs, reward models run on such cores."""
 
 _ROW_CALLS = 1 / 16
-"""Calls of the embedded engine's pass for each of its rows, on a CPU. A pass of the tiny model took 0.4 ms and some 25
-us more for each row (passes of 8, 16 and 32 rows on an AMD EPYC). On GPUs nothing was measured: none."""
+"""Number of calls that each row adds to a pass of the embedded engine on a CPU. A pass of the tiny model took 0.4 ms
+and some 25 us more for each row (passes of 8, 16 and 32 rows on an AMD EPYC). On GPUs nothing was measured, and rows
+are assumed to add no calls."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class Costs:
         return alone + self.calibration.beside_s * beside
 
     def refit_s(self) -> float:
-        """Return the seconds in which a replica loads new weights. It does this before its first shard of another
-        version."""
+        """Return the seconds in which a replica loads new weights. A replica does this before its first shard of
+        another version."""
         return self._total(self.refit_work(), self.calibration.refit)
 
     def refit_work(self) -> Work:

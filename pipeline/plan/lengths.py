@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.errors import ConfigError
 
 LENGTHS = "--lengths"
-"""The option that names a distribution. It is the key of the errors about this option."""
+"""The option that names a distribution. Each ConfigError about its value names it as the setting at fault."""
 _FORM = "fixed:TOKENS, or lognormal:MEAN,SIGMA as in lognormal:340,0.8"
 
 
@@ -47,8 +47,8 @@ class FixedLengths:
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lengths with a lognormal distribution. Lengths above `most` become `most`, as `sampling.max_new_tokens` cuts the
-    responses of a run."""
+    """Lengths with a lognormal distribution. Lengths above `most` become `most`: in a run, `sampling.max_new_tokens`
+    cuts the responses in the same way."""
 
     same_every_step: ClassVar[bool] = False
     median: float
@@ -90,7 +90,8 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class SameLengths:
-    """The same response lengths in every step, for any number of shards. The shards take them in order."""
+    """The same response lengths in every step, for any number of shards. The shards take them in order, and begin again
+    after the last one."""
 
     same_every_step: ClassVar[bool] = True
     tokens: Sequence[int]
@@ -122,7 +123,8 @@ def _uniform(seed: int, step: int, count: int) -> list[float]:
 
 
 def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> LognormalLengths:
-    """Return the lognormal distribution whose mean after the cut is `mean` (below `most`), by bisection."""
+    """Return the lognormal distribution whose mean after the cut is `mean`, which must be below `most`. Its median is
+    found by bisection."""
     low, high = 1e-3, float(most)
     while LognormalLengths(high, sigma, most).mean < mean:
         high *= 2

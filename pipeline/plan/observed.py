@@ -6,8 +6,8 @@
 
 Where workers share cores, the seconds of a node are the seconds that it would have taken alone (`cores`).
 
-The first node of each stage on a worker is left out: it compiles, allocates and fills caches. Of several attempts
-at a node, as after the loss of a worker, only the last one is used.
+The first node of each stage on a worker is left out: it compiles, allocates and fills caches. If there were several
+attempts at a node (for example, after the loss of a worker), only the last attempt is used.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int
 
 def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
     """Return the seconds from the end of a node's last parent to the node's start, for each node whose worker had ended
-    its earlier nodes by then."""
+    all its earlier nodes when that parent ended."""
     ends = {box.address: box.end_s for box in boxes}
     by_worker: dict[str, list[Box]] = {}
     for box in boxes:
@@ -234,8 +234,8 @@ def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, No
 
 
 def _turnarounds(boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return the seconds between consecutive nodes of a worker, if the parents of the later node had ended before the
-    earlier node. Engines run several nodes at once and are left out."""
+    """Return the seconds between consecutive nodes of a worker, for pairs in which the later node's parents had ended
+    before the earlier node did. Engines run several nodes at once and are left out."""
     ends = {box.address: box.end_s for box in boxes}
     last: dict[str, Box] = {}
     gaps = []
@@ -256,8 +256,8 @@ def _engine_commits(history: History) -> Iterator[Commit]:
 
 
 def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
-    """Return the tokens that a row gained and the tokens that were drafted for it in a pass, from the engines'
-    counts."""
+    """Return two means for a row in a decoding pass, from the engines' counts: the number of tokens that it gained, and
+    the number of tokens that were drafted for it."""
     tokens = passes = drafts = 0.0
     for commit in history.ledger.list("generate"):
         tokens += commit.metrics.get("engine/tokens", 0.0)

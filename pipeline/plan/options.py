@@ -62,8 +62,8 @@ class Option:
 
 
 class Options:
-    """Owns the options of gangs that were found so far, and the results of memory checks, which do not depend on the
-    number of shards."""
+    """Owns the options of gangs that were found so far, and the results of memory checks. These results do not depend
+    on the number of shards."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -73,9 +73,9 @@ class Options:
         """Number of an engine's ranks -> bytes that the engine, without its cache, takes on each GPU."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
-        """Return the options of a gang of models with this number of devices that fit in its GPUs (without GPUs, all
-        options). Options that `pareto` drops are left out, unless the gang shares its devices. Then a slower option may
-        need less memory, and its hand-overs of the devices may be faster."""
+        """Return the options of a gang of models with this number of devices. With GPUs, only options that fit in their
+        memory are returned. Options that `pareto` drops are left out, unless the gang shares its devices. Then a slower
+        option may need less memory, and its hand-overs of the devices may be faster."""
         key = form.gangs[gang], shards, devices, form.shares_devices
         if key not in self._known:
             trainers = [*self._trainers(form, gang, shards, devices)]

@@ -14,8 +14,9 @@ Lower bounds of the mean step time. Each bound holds for every schedule:
     latency  with a staleness bound of eta, publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain
              of nodes that moves the run on by eta + 1 steps
 
-So the result is the best plan of the space if the bounds ended the search (`Found.exact`). Response lengths are drawn
-once and used in every step of every plan, so no plan is better because of luckier draws. No I/O, no clock.
+So the result is the best plan of the space if no combination was left out and the bounds ended the search
+(`Found.exact`). Response lengths are drawn once and used in every step of every plan, so no plan is better because of
+luckier draws. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class Plan:
     devices: int
     """Number of devices that the plan uses."""
     bounds: Mapping[str, float]
-    """Name of a bound -> lower bound of the mean step time, in seconds. Each gang's name is the bound of its work; if
-    the gangs use the same devices in turn, `devices` is the bound of their work together. `cores` is present if gangs
-    share cores, and `latency` is the bound of the chain of a step's nodes."""
+    """Name of a bound -> lower bound of the mean step time, in seconds. A gang's name stands for the work of this gang.
+    If the gangs use the same devices in turn, `devices` stands for the work of all gangs instead. `latency` stands for
+    the chain of a step's nodes, and `cores` (only if gangs share cores) for the work on these cores."""
     played: Played
     value: float
     """Value of the objective. Less is better."""
@@ -93,8 +94,8 @@ class Found:
     exact: bool
     """True if no other combination of the space can be better than the first plan."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Reason -> number of simulated combinations that the checks of a config refused for it. Only combinations that
-    were the best of their form and staleness bound so far were checked."""
+    """Reason -> number of simulated combinations whose config was refused for this reason. A combination is checked
+    only if it is better than all accepted combinations of the same form and staleness bound."""
 
     def best(self, *, synchronous: bool) -> Plan | None:
         """Return the best plan with a staleness bound of 0 (`synchronous`) or above 0. None if there is no such
@@ -230,8 +231,9 @@ def search(
 
     Args:
         refuse: returns the reason why a run with this config would be refused, or None.
-        most: maximum number of combinations with a staleness bound of 0 to simulate, and maximum number with larger
-            bounds. Each time, up to `most` simulations are added to find a plan for each form and bound that has none.
+        most: the search simulates up to this many combinations with a staleness bound of 0, and up to this many with
+            larger bounds. In each of these two cases, up to `most` further simulations look for a plan for each form
+            and bound that has none.
         watch: called with texts about the progress.
 
     Raises:

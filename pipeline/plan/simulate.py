@@ -106,7 +106,7 @@ class Stragglers:
     """Nodes that take longer than predicted."""
 
     share: float
-    """Share of the nodes that are slow. The seed decides which."""
+    """Share of the nodes that are slow. `Scenario.seed` decides which nodes these are."""
     factor: float
     """Factor by which a slow node's seconds are multiplied."""
 
@@ -195,7 +195,7 @@ class Played:
     failures: int
     """Number of workers that were lost."""
     replayed_s: float
-    """Seconds in which trainers repeated the updates since their last checkpoint."""
+    """Seconds in which trainers, after a failure, repeated the updates since their last checkpoint."""
 
     @property
     def step_s(self) -> list[float]:

@@ -74,8 +74,9 @@ class Space:
         return None if self.run.on_gpus else self.devices
 
     def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
-        """Return the number of devices that the gangs use together. None if this is more than there are. Gangs on cores
-        may have up to twice as many threads together as there are cores. `devices`: number of devices of each gang."""
+        """Return the number of devices that the gangs use together, or None if they need more than there are. On a host
+        without GPUs, gangs may have up to twice as many threads together as there are cores, and the result is at most
+        the number of cores. `devices`: number of devices of each gang."""
         used = max(devices) if form.shares_devices else sum(devices)
         if self.cores is not None and used <= 2 * self.cores:
             return min(used, self.cores)
@@ -182,8 +183,9 @@ def assembled(
 
 
 def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
-    """Return the settings of the scoring gang: the config's own, or defaults if that gang has roles besides scores and
-    advantages. On several nodes a worker runs beside each engine node."""
+    """Return the settings of the scoring gang. They are copied from the gang that has the scoring role in the config.
+    If that gang also has roles other than scoring and advantages, they are defaults. On several nodes a worker runs
+    beside each engine node."""
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
     settings = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()

@@ -92,7 +92,8 @@ class Work:
     links: dict[str, Numbers]
     """Kind of collective (`TENSOR`, ...) -> seconds at the links' full bandwidth."""
     calls: Numbers = 0.0
-    """Number of calls with a fixed cost: decoding passes, scored rows, or blocks that micro-batches go through."""
+    """Number of calls with a fixed cost: decoding passes, rows of scoring and advantage nodes, or blocks that
+    micro-batches go through."""
 
     @property
     def roofline(self) -> float:
@@ -204,7 +205,7 @@ class _Pass:
     """Number of blocks that a pipeline stage computes. Each has a fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
-        """Return both passes as one. Its `blocks` are the blocks of this pass alone."""
+        """Return both passes as one pass. Its `blocks` are those of `self`; the blocks of `other` are not added."""
         return _Pass(
             self.operations + other.operations,
             self.elements + other.elements,
@@ -264,7 +265,8 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
     """Return the number of blocks that a pipeline stage computes in a pass. This is its share of all blocks if the
-    frozen blocks are computed (`trunk`) or if there are no others. Else it is its share of the blocks above them."""
+    frozen blocks are computed (`trunk`) or if all blocks are frozen. Else it is its share of the blocks above the
+    frozen ones."""
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 

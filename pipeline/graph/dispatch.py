@@ -277,7 +277,8 @@ class Dispatch:
         return self._device_sharing.next_handovers(self._is_busy, self._first_ready)
 
     def on_handed_over(self, giver: str) -> None:
-        """Record that the workers of a gang have freed the devices, as `next_handovers` told them to."""
+        """Record that all workers of the gang `giver` have freed the devices. This ends a handover that
+        `next_handovers` returned."""
         self._device_sharing.on_handed_over(giver)
         self._mark_all_changed()
 
@@ -300,7 +301,7 @@ class Dispatch:
         return self._gangs[gang].is_up and not self._is_busy(gang)
 
     def busy_replicas(self, gang: str) -> frozenset[int]:
-        """Return a pool's usable replicas with shards in their slots. Empty for an ordered gang."""
+        """Return the usable replicas of a pool that have a shard in a slot. Empty for an ordered gang."""
         state = self._gangs[gang]
         return frozenset(replica for replica, free in state.free_slots.items() if free < state.gang.concurrent_shards)
 
@@ -346,7 +347,7 @@ class Dispatch:
 
     @staticmethod
     def _update_ready(entry: NodeEntry) -> None:
-        """Add a node to the ready nodes or remove it, as its state says."""
+        """Add a node to the ready nodes if it waits only for a worker. Else mark it as not ready."""
         is_ready = entry.state is _WAITING and not entry.num_unfinished_parents
         if is_ready and not entry.is_ready:
             entry.place.ready.add(entry)
@@ -439,7 +440,8 @@ class ReadyNodes:
         self._heap: list[tuple[int, int, str, int, int, NodeEntry]] = []
         """Tuples of a node's sort key and, last, its entry. They are compared faster than nodes."""
         self.changed = False
-        """True if a node was added, or its gang may have more capacity, since `Dispatch.next_submits` looked last."""
+        """True if, since the last look of `Dispatch.next_submits`, a node was added, capacity may have become free, or
+        a child that holds other nodes back may be done."""
 
     def add(self, entry: NodeEntry) -> None:
         """Add a node that became ready."""

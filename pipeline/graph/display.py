@@ -101,8 +101,8 @@ class WorkerQueues:
         return worker is not None and (address in self._running[worker] or address in self._beside)
 
     def nodes_before(self, address: Address) -> tuple[Address, ...]:
-        """Return the nodes that the worker of a queued node runs now, and so before the queued node. Empty if the node
-        itself runs, waits for parents, or is on no worker."""
+        """Return the nodes that a worker runs now while the node at `address` is queued there. Empty if this node runs
+        itself, waits for parents, or is on no worker."""
         worker = self._workers.get(address)
         if worker is None or address in self._unfinished or self.is_running(address):
             return ()

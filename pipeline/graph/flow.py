@@ -168,9 +168,9 @@ class Flow:
         self._on_unread(version)
 
     def _adapt_to_resume(self, node: Node) -> Node:
-        """Return the node as a resumed run needs it. Only a shard that several versions may sample, and that has no
-        commit, is changed. It waits for the version that `resumed_generation_version` returns. If it must come out as
-        before, it gets the version that sampled it before instead."""
+        """Return the node as a resumed run needs it. A node is changed only if it is a shard without a commit that
+        several versions may sample. It then waits for the version that `resumed_generation_version` returns. If it is
+        in `sampled_versions`, it must come out as before, and is sampled with the version given there."""
         if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:

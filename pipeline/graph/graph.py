@@ -312,6 +312,7 @@ def with_missing_parents(node: Node, missing: Iterable[Address]) -> Node:
 def finished_steps(spec: GraphSpec, first_open_step: int, later_commits: Iterable[Address]) -> list[int]:
     """Return the steps before `first_open_step`, and all later steps whose updates, advantages and generated shards are
     committed.
+
     Args:
         first_open_step: every earlier step is done.
         later_commits: the committed addresses of step `first_open_step` and later.

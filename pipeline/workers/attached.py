@@ -134,8 +134,8 @@ def run_worker(options: WorkerOptions, print_text: Callable[[str], None]) -> End
     person.
 
     Raises:
-        WorkerRefused: there is no such run, its scheduler file is invalid or another user's, or the driver does not
-            want this worker or this host.
+        WorkerRefused: there is no such run; its scheduler file is invalid or belongs to another user; or the driver
+            refuses this worker or this host.
         StoreError: the GPUs of this host cannot be listed.
     """
     # Dask's own messages help nobody here. The driver's journal records losses.

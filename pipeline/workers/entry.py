@@ -159,9 +159,9 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
     commit. `parents`: the parents' references, which Dask needs for its edges. The node reads its inputs from the
     store.
 
-    Dask runs a finished task again, and its dropped ancestors, to recover a result that was lost with a process. Such a
-    repeated call must not reach the runtime, so it is answered from the ledger. Raises WorkerLost if the ledger has no
-    commit of the node."""
+    If a finished task's result is lost with a process, Dask runs the task again, and also its ancestors whose results
+    are gone. Such a repeated call must not reach the runtime, so it is answered from the ledger. Raises WorkerLost if
+    the ledger has no commit of the node."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None

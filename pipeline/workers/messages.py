@@ -249,8 +249,8 @@ Report = Outcome | RankFailure | RowsReport | MigrationDone | SleepReport
 
 
 def slot_resource(gang: str, index: int) -> str:
-    """Return the Dask resource of a worker's slots. It pins a task to one worker of a gang and, unlike an address,
-    outlives the process."""
+    """Return the Dask resource of a worker's slots. It pins a task to one worker of a gang. Unlike an address, it stays
+    the same when the worker gets a new process."""
     return f"{gang}.{index}"
 
 

@@ -125,7 +125,8 @@ class ReplicaRows:
             yield arriving
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Hand the completion of a row, which another replica has finished, to the caller that waits for it."""
+        """Hand over the completion of a row that another replica has finished. It goes to the caller that waits for the
+        row."""
         with self._lock:
             key = self._elsewhere.pop(ticket, None)
             for shard in self._shards:

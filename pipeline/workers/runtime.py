@@ -39,8 +39,8 @@ class StageRuntime(Runtime):
     """Owns a worker's engine and models."""
 
     def __init__(self, spec: WorkerSpec, *, same_layout: bool = True) -> None:
-        """`same_layout`: the models have the layout that made the run's commits, so a replayed update must give the
-        same digest. Raises UnboundStage if a stage has no function."""
+        """`same_layout`: True if the models have the layout that made the run's commits, so that a replayed update must
+        give the same digest. Raises UnboundStage if a stage has no function."""
         for stage in STAGE_ROLES:
             binding_of(stage)
         # Megatron recommends Transformer Engine and Apex in warnings. Its errors are still shown.

@@ -348,7 +348,8 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Start to write this version's export, and the exports that dead processes began and did not finish."""
+    """Start to write this version's export if it still has to be written (`exported`). In this case, and always at the
+    last version, also start to write the exports that dead processes left unfinished."""
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
@@ -428,7 +429,7 @@ class UnboundStage(LookupError):
 
 
 def binding_of(stage: str) -> Binding:
-    """Return the binding of a stage. Raises UnboundStage, which lists the bound stages."""
+    """Return the binding of a stage. Raises UnboundStage if the stage has none; the message lists the bound stages."""
     if stage not in STAGES:
         raise UnboundStage(
             f"stage {stage!r} of the graph has no binding: give it one in pipeline/workers/stages.py "

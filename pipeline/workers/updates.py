@@ -68,7 +68,7 @@ def _meta(digest: str) -> dict[str, Any]:
 
 
 def broadcast_from_rank_0(read: Callable[[], Any], *, rank: int, ranks: int) -> Any:
-    """Return to every rank of this process's gang the result of `read()` on rank 0. The other ranks do not call it."""
+    """Call `read()` on rank 0 only, and return its result on every rank of this process's gang."""
     if ranks == 1:
         return read()
     box = [read() if rank == 0 else None]
@@ -98,9 +98,9 @@ class ExactlyOnceUpdates:
         bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """`same_layout`: the models have the layout that made the commits, so a replayed update must give the committed
-        digest. Checkpoints are loaded in either case. `bookkeeping`: entered while the store is read, so that its time
-        does not count as training. `warn`: called on rank 0 with a warning for people."""
+        """`same_layout`: True if the models have the layout that made the commits, so that a replayed update must give
+        the committed digest. Checkpoints are loaded in either case. `bookkeeping`: entered while the store is read, so
+        that its time does not count as training. `warn`: called on rank 0 with a warning for people."""
         self.host = host
         self._rank = rank
         self._ranks = ranks
@@ -122,7 +122,7 @@ class ExactlyOnceUpdates:
         self.background = BackgroundWriter()
 
     def broadcast_from_rank_0(self, read: Callable[[], Any]) -> Any:
-        """Return to every rank the result of `read()` on rank 0. The other ranks do not call it."""
+        """Call `read()` on rank 0 only, and return its result on every rank."""
         return broadcast_from_rank_0(read, rank=self._rank, ranks=self._ranks)
 
     def model_at(self, role: Role, version: int) -> ModelHost:
@@ -250,8 +250,8 @@ class ExactlyOnceUpdates:
                 )
 
     def _check_checkpoint(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
-        """Return the fault of a checkpoint and its saved meta data. The fault is None if the bytes are undamaged and
-        hold the weights that this run committed. Each rank reads a share."""
+        """Return two things: the fault of a checkpoint, and its saved meta data. The fault is None if the checkpoint's
+        bytes are undamaged and hold the weights that this run committed. Each rank checks a share of the bytes."""
 
         def fetched() -> str | None:
             try:

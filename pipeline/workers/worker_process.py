@@ -202,8 +202,8 @@ def _processes(config: RunConfig, gang: Gang) -> int:
 def nanny_options(
     config: RunConfig, gang: Gang, index: int, security: Security, *, shared: bool, gpus: str | None
 ) -> dict[str, Any]:
-    """Return the options of a worker's nanny, without its address. `shared`: other processes compute on its host too.
-    `gpus`: see `worker_environment`."""
+    """Return the options of a worker's nanny, without its address. `shared`: True if other processes compute on the
+    worker's host too. `gpus`: see `worker_environment`."""
     waiting = gang.concurrent_shards if config.cluster.migrate_rows and Role.GENERATE in gang.roles else 0
     return {
         "name": worker_name(gang.name, index),

@@ -87,7 +87,7 @@ class Checkpoints:
 
         Args:
             meta: JSON that `verify` returns later.
-            sums: the sum of every file by its path below `path`. The files must be on the disk (see `sum_file`).
+            sums: path of a file below `path` -> its size and checksum. The files must be on the disk (see `sum_file`).
                 None: all files are read here.
 
         Raises:
@@ -193,7 +193,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Read every byte and return the saved `meta`. With `share` (i, n) read only every n-th file from the i-th on,
         so that n processes together read all files. `expected`: values that `meta` must have, by name. Raises
-        StoreError, naming the fault, if a file is missing, has changed, or was saved with other values."""
+        StoreError, naming the fault, if a file is missing or has changed, or if the checkpoint was saved as another
+        role, as another version or with another `meta` than expected."""
         path = self.place(role, version)
         document = _read(path)
         if (document.get("role"), document.get("version")) != (role, version):

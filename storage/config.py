@@ -215,7 +215,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of the Zarr groups of steps and of evaluations (None: the run has no evaluations)."""
+    """The layouts of the Zarr groups: `step` for the groups of steps, and `evaluate` for the groups of evaluations.
+    `evaluate` is None if the run has no evaluations."""
 
     step: Layout
     evaluate: Layout | None = None

@@ -76,7 +76,7 @@ class Root:
 
 def open_root(url: str, durability: Durability = DEFAULT) -> Root:
     """Return the root at `url`: a path, `file://...`, or a URL of `EXCLUSIVE`. Creates nothing yet. Raises StoreRefused
-    for another URL, and if the package of an object store is missing."""
+    if the URL has another protocol, or if the package of an object store is missing."""
     protocol = fsspec.core.split_protocol(url)[0] or "file"
     if protocol not in ("file", "local", *EXCLUSIVE):
         raise StoreRefused(
@@ -359,7 +359,8 @@ def _sync_together(descriptors: Sequence[int]) -> None:
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
-    """Run both at once and return the result of `other`. Raises the error of either, after both have ended."""
+    """Run both at once and return the result of `other`. If one of them raises, its error is raised here after both
+    have ended."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(other)
         one()
@@ -534,7 +535,8 @@ class Writeback:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Submit a piece of work. Waits for the oldest one if too many are waiting."""
+        """Submit a piece of work. If too many pieces are waiting, wait until the oldest piece is done. Raises the error
+        of an earlier piece."""
         with self._lock:
             over = []
             while self._pending and (len(self._pending) >= MOST_WAITING or self._pending[0].done()):

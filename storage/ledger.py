@@ -140,13 +140,13 @@ class Ledger:
         return True
 
     def list(self, stage: str | None = None) -> Commits:
-        """Return all commits, or those of one stage, ordered by (stage, step, shard)."""
+        """Return all commits, or the commits of one stage, ordered by (stage, step, shard)."""
         commits = [self.find(address) for address in self.addresses(stage)]
         return [commit for commit in commits if commit is not None]
 
     def addresses(self, stage: str | None = None, from_step: int = 0) -> Addresses:
-        """Return the addresses of all records, or those of one stage, in the order of `list`. Damaged records are
-        included. Steps before `from_step` are left out, and their segments are not read."""
+        """Return the addresses of all records, or of the records of one stage, in the order of `list`. Damaged records
+        are included. Steps before `from_step` are left out, and their segments are not read."""
         keys = list(files.keys(self._root))
         addresses = set(_addresses_of(keys))
         for first in map(segment_of, keys):
@@ -360,8 +360,8 @@ KEEP = "storage.keep.rollouts"
 
 
 def read_dropped(run: files.Root) -> int:
-    """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError for a damaged
-    record or one of another format."""
+    """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError if the file that
+    says so (`dropped.json`) is damaged or of another format."""
     data = files.read(run, DROPPED)
     if data is None:
         return 0

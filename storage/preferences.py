@@ -63,7 +63,8 @@ Judgement = JudgedPair | RatedText
 
 @dataclass(frozen=True)
 class Split:
-    """Judgements of the training, validation and held-out set. No prompt, or rated text, is in two of them."""
+    """Judgements of the training, validation and held-out set. Each prompt (for ratings: each text) is in one set
+    only."""
 
     train: list[Judgement]
     validation: list[Judgement]

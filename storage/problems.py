@@ -59,7 +59,7 @@ class Constraint:
 
 
 def at_least(least: float, hint: str = "") -> Constraint:
-    """Return the constraint on a finite number of `least` or more. `hint` follows it in the message."""
+    """Return the constraint on a finite number of `least` or more. `hint` follows the condition in the message."""
     return Constraint(f"{least} or more{hint}", lambda value: value >= least)
 
 

@@ -103,8 +103,8 @@ def _parquet(url: str) -> Iterator[Row]:
 
 
 def _reason(error: Exception, url: str) -> str:
-    """Return the message of an error. If the message is only the URL, as fsspec's is for a web page, return the message
-    of the error's cause."""
+    """Return the message of an error. If the message is only the URL (fsspec's errors about web pages), return the
+    message of the error's cause."""
     return str(error.__cause__ or error) if str(error) == url else str(error)
 
 

@@ -125,8 +125,8 @@ class Rollout(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Scores(Record):
-    """Output of `score`: one number per response, before any KL term; the parts, whose weighted sum is this number;
-    and the disagreement of ensembles.
+    """Output of `score`. `scores` has one number per response, before any KL term: the weighted sum of the `parts`.
+    `disagreement` says how far the members of an ensemble differ.
 
     The config names the parts. Each part is stored as arrays of its own: `scores.NAME`, and for an ensemble
     `disagreement.NAME`.

@@ -248,7 +248,8 @@ class RolloutStore:
                     write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:
-        """Return the attempts whose files are not at their chunk keys: running ones, and those of dead processes."""
+        """Return the attempts whose files are not at their chunk keys: attempts that are running, and attempts of dead
+        processes."""
         found = sorted({key.split("/", 1)[0].removesuffix(_PACKED) for key in files.keys(self._attempts)})
         return [attempt for attempt in map(of_attempt_key, found) if attempt is not None]
 
@@ -418,7 +419,7 @@ class RolloutStore:
         return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
     def _chunks(self, commit: Commit, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the contents of a commit's files, from their chunk keys or from the attempt; None for a missing one.
+        """Return the contents of a commit's files, from their chunk keys or from the attempt; None for a missing file.
         Reads the chunk keys once more at the end, because the files may move between the first two reads."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
 
@@ -624,8 +625,9 @@ class RecentRecords:
 def write_root(
     run: files.Root, attributes: Mapping[str, Any], arrays: Mapping[str, tuple[str, np.ndarray]] | None = None
 ) -> None:
-    """Write the root's attributes and arrays. `arrays`: name -> (name of its one dimension, numbers). Files that
-    already have the right content are not written again. No worker may run meanwhile."""
+    """Write the attributes and arrays of the store's root, which belong to no step. `arrays`: name -> (name of its one
+    dimension, numbers). Files that already have the right content are not written again. No worker may run
+    meanwhile."""
     content = {"zarr.json": group_metadata(attributes)}
     for name, (dimension, array) in (arrays or {}).items():
         content |= {f"{name}/{key}": data for key, data in encode_whole(array, dimension, describe(name)).items()}
@@ -633,7 +635,7 @@ def write_root(
 
 
 def read_root_array(run: files.Root, name: str) -> np.ndarray | None:
-    """Return an array of the root, or None if there is none. Raises StoreError for a damaged one."""
+    """Return an array of the store's root, or None if it does not exist. Raises StoreError if it is damaged."""
     store = run.below(_STORE)
     if files.read(store, f"{name}/zarr.json") is None:
         return None

@@ -41,7 +41,7 @@ def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bo
 
     Raises:
         StoreError: no bytes have arrived for `wait_s` seconds, and another process still holds the lock. The message
-            names it.
+            names that process.
     """
     path = board.directory / f"{stem(version)}.lock"
     arrived = partial(_arrived, board, version)
@@ -147,8 +147,8 @@ class IncomingVersion(Closing):
             self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
-        """Link the manifest, so that the version exists. Return the manifest that exists then: this one, or that of a
-        faster process. Raises StoreError if bytes are missing."""
+        """Link the manifest, so that the version exists. Return the manifest that exists then: this version's, or the
+        manifest of a faster process. Raises StoreError if bytes are missing."""
         if not self.complete:
             raise StoreError(
                 f"weights v{self.manifest.version}: {self.num_bytes} of {self.manifest.file_bytes} bytes arrived"

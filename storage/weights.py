@@ -218,7 +218,8 @@ class WeightBoard(Closing):
         self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
 
     def sums(self, attempt: WeightAttempt, places: Iterable[FilePlace]) -> dict[str, int]:
-        """Return the XXH3-64 sums of some tensors by name. All their parts must have been written."""
+        """Return name of a tensor -> XXH3-64 sum of its bytes, for the tensors at `places`. All parts of these tensors
+        must have been written. Raises StoreError if the file is too short."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
         sums = {}
         with (self.directory / attempt.file).open("rb", 0) as stream:
@@ -234,8 +235,9 @@ class WeightBoard(Closing):
         return sums
 
     def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
-        """Make a version exist. All its parts must have been written. Return the manifest that exists then: this one,
-        or a faster publisher's. Raises ValueError if the faster publisher has other tensors."""
+        """Make a version exist. All its parts must have been written. Return the manifest that exists then: the
+        manifest of this attempt, or of a faster publisher. Raises ValueError if that manifest has other tensors than
+        this attempt."""
         infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
         manifest = Manifest(attempt.version, attempt.file, infos, _digest(infos))
         staged = (self.directory / attempt.file).with_suffix(".manifest")
@@ -248,8 +250,8 @@ class WeightBoard(Closing):
         return linked
 
     def open(self, version: int) -> WeightLease:
-        """Map a version and hold it until the lease is closed. Raises MissingOutput for a version that does not exist
-        (any more), and StoreError for a file shorter than its manifest says."""
+        """Map a version and hold it until the lease is closed. Raises MissingOutput if the version does not exist (any
+        more). Raises StoreError if its file is shorter than its manifest says."""
         lease = self.directory / f"{stem(version)}.lease.{os.getpid()}-{uuid.uuid4().hex}"
         # The lease comes first: a `release` that does not see it has removed the manifest or the file before we look.
         lease.touch()
@@ -284,8 +286,8 @@ class WeightBoard(Closing):
 
     def release(self, version: int) -> bool:
         """Remove a version and the leases of dead processes. The memory of a version that was published here is kept
-        for the next one. Return False, and keep the version, while a living process holds a lease. Return True also if
-        there is nothing to remove."""
+        for the next version. Return False, and keep the version, while a living process holds a lease. Return True also
+        if there is nothing to remove."""
         for lease in self.directory.glob(f"{stem(version)}.lease.*"):
             if owner_alive(lease):
                 return False
@@ -355,8 +357,9 @@ class WeightBoard(Closing):
         return self.directory / "spare.bin"
 
     def link(self, staged: Path, manifest: Manifest) -> Manifest:
-        """Make a version exist whose file is complete and whose manifest is the file `staged`. Return the manifest that
-        exists then: this one, or that of a faster publisher."""
+        """Make a version exist, by giving its manifest the final name. `staged` is the file that holds `manifest`. The
+        version's own file must be complete. Return the manifest that exists then: `manifest`, or the manifest of a
+        faster publisher."""
         try:
             os.link(staged, self._manifest_path(manifest.version))
         except FileExistsError:

@@ -16,7 +16,7 @@ eta = 0 this is synchronous PPO. Version v of the weights is the result of v upd
 shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and
 the shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i.
 
-Over some edges a node reads no stored output. `update_policy[i] <- publish[i]` only orders nodes: the trainer publishes
+Over some edges no stored output is read. `update_policy[i] <- publish[i]` only orders nodes: the trainer publishes
 version i before it trains it into i + 1. `advantage[i] <- advantage[i-1]` carries the state of the KL controller.
 
 **Canaries** compare engine and trainer. In `canary[v]` an engine that holds version v scores a few rows of
@@ -278,7 +278,7 @@ _TRAINED_FROM = {
     Role.POLICY: ("generate", "reference", "logprob", "advantage", "update_policy"),
     Role.CRITIC: ("generate", "value", "advantage", "update_critic"),
 }
-"""The stages whose commits a role's update needs before it can run again."""
+"""Role -> the stages whose commits must exist before an update of its model can run again."""
 
 
 def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:

@@ -145,8 +145,8 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
 
 def scaled(calibration: Calibration, predicted_s: float, step_s: float, description: str) -> Calibration:
     """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. The share of each stage
-    in the step stays the same. There is no scatter, because nothing was measured in single stages. Raises ConfigError
-    if an efficiency would be above 1 or below `LEAST_EFFICIENCY`.
+    in the step stays the same. The new speeds have no `scatter`, because only the time of a whole step is known. Raises
+    ConfigError if an efficiency would be above 1 or below `LEAST_EFFICIENCY`.
 
     Args:
         predicted_s: seconds of a step by `calibration`.

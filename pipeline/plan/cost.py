@@ -99,8 +99,8 @@ class Costs:
         return parts | ({FIXED: fixed} if fixed else {})
 
     def overhead(self, node: Node) -> float:
-        """Return the seconds from the commit of a node's last parent to its start on an idle worker. They pass in
-        scheduling and tracking."""
+        """Return the seconds from the commit of a node's last parent to its start on an idle worker. Scheduling and
+        tracking take this time."""
         return self.calibration.overhead_s
 
     def engine_queue(self) -> RowQueue[Any]:

@@ -1,8 +1,8 @@
 """Lengths of responses, in tokens, for planned runs: fixed, lognormal up to a maximum, or drawn from the lengths of a
 past run. Pure: a length is a function of the seed, the step, the shard and the row.
 
-The distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail keeps an engine
-busy with few rows. A pass with few rows costs nearly as much as one with many (`decode`).
+The shape of the distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail
+keeps an engine busy with few rows. A pass with few rows costs nearly as much as one with many (`decode`).
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class Options:
         return self._known[key]
 
     def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
-        """Return the options of the generating pool with this number of devices. `trainer` says what is left out."""
+        """Return the options of the generating pool with this number of devices. The same options are left out as in
+        `trainer`."""
         key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
         if key not in self._known:
             engines = [*self._engines(form, shards, devices)]

@@ -166,9 +166,9 @@ class GangSpeed:
     bytes_per_s: float
     """Peak memory bandwidth of one rank."""
     numbers: Mapping[Role, int]
-    """Number of parameters in `model.dtype` of each role's model, on the rank with the most."""
+    """Role -> number of its model's parameters in `model.dtype`, on the rank that has the most."""
     trained: Mapping[Role, int]
-    """Number of trained parameters of each role's model, on the rank with the most."""
+    """Role -> number of its model's trained parameters in `model.dtype`, on the rank that has the most."""
 
 
 def gang_speed(

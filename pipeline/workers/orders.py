@@ -9,7 +9,7 @@ the version that it needs.
     a gang is idle ──► sleep ──► the engine frees its cache, models move to the host ──► SleepReport
     the next call  ──► the worker moves back what it needs
 
-Of the gangs that share devices (`placement.device_sharing`) only one holds them at a time. The next gang may use them
+Only one of the gangs that share devices (`placement.device_sharing`) holds them at a time. The next gang may use them
 when all workers of the present holder have reported. The driver repeats an order, since it may be lost. A worker does
 not carry out a repeated order again: it only repeats its report.
 """

@@ -66,8 +66,8 @@ class StageOutput:
     """JSON that the next step's node reads from the commit."""
     weight_versions: tuple[int, ...] = ()
     mask: np.ndarray | None = None
-    """The response mask, bool [rows, seq]. The store refuses a record that has a row whose log-probs are zero on all
-    tokens of this mask."""
+    """The response mask, bool [rows, seq]. If the log-probs of a row are zero at all tokens of this mask, the store
+    refuses the record."""
 
 
 @dataclass(frozen=True)

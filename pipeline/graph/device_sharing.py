@@ -54,8 +54,8 @@ class DeviceSharing:
         return gang in self._group_of
 
     def holder(self, gang: str) -> str | None:
-        """Return the gang that holds the devices which this gang shares. Return None if this gang may use its devices
-        now, or if no gang holds them yet."""
+        """Return the gang that now holds the shared devices of `gang`. Return None if `gang` may use its devices now,
+        or if no gang holds them yet."""
         return None if self.may_use_devices(gang) else self._group_of[gang].holder
 
     def assign_free_devices(self, first_ready: Callable[[str], Node | None]) -> None:

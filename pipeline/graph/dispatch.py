@@ -288,7 +288,7 @@ class Dispatch:
 
     def versions_waiting_for_slot(self, gang: str) -> Counter[int]:
         """Return version of the weights -> number of nodes that need it and wait only for a slot of this pool. Canaries
-        do not count: their few rows are no reason against moving other rows to another replica."""
+        do not count: they have few rows, so other rows may still move to another replica while a canary waits."""
         waiting = self._ready[gang, _SLOT].nodes()
         return Counter(self._version_to_use(node) for node in waiting if node.stage != "canary")
 
@@ -438,7 +438,7 @@ class ReadyNodes:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, str, int, int, NodeEntry]] = []
-        """Tuples of a node's sort key and, last, its entry. They are compared faster than nodes."""
+        """Tuples with a node's sort key, followed by the node's entry. Python compares them faster than nodes."""
         self.changed = False
         """True if, since the last look of `Dispatch.next_submits`, a node was added, capacity may have become free, or
         a child that holds other nodes back may be done."""

@@ -39,7 +39,7 @@ class WorkerQueues:
 
     def __init__(self) -> None:
         self._workers: dict[Address, tuple[str, int]] = {}
-        """The worker of every node that is handed out."""
+        """Node that is handed out -> its worker."""
         self._threads: dict[tuple[str, int], int] = {}
         self._unfinished: dict[Address, set[Address]] = {}
         """Node that was handed out ahead of its parents -> the parents that are not done."""
@@ -221,7 +221,7 @@ def find_waits(
     nodes_before: Callable[[Address], Iterable[Address]],
     gang_of: Mapping[Role, str],
 ) -> dict[str, Wait]:
-    """Return gang's name -> what it waits for, for each idle gang. A gang is idle if it has nodes left and runs none.
+    """Return name of an idle gang -> what this gang waits for. A gang is idle if it has nodes left and runs none.
 
     Args:
         unfinished: every node that is not done. Any other parent counts as done.
@@ -299,8 +299,8 @@ class ObservedDispatch(Dispatch):
         )
 
     def find_waits(self) -> dict[str, Wait]:
-        """Return gang's name -> what it waits for, for each idle gang. A gang is idle if it is up, has nodes left and
-        runs none."""
+        """Return name of an idle gang -> what this gang waits for. A gang is idle if it is up, has nodes left and runs
+        none."""
         left = {address: entry.node for address, entry in self._entries.items() if entry.state is not State.DONE}
         running = {address for address in left if self._queues.is_running(address)}
         gang_of = {role: state.gang.name for role, state in self._gang_of.items()}

@@ -141,7 +141,7 @@ class Flow:
 
     @property
     def readers_by_version(self) -> dict[int, tuple[Address, ...]]:
-        """Version -> the nodes that have yet to read it."""
+        """Version -> its readers (`weight_readers`) that have no commit yet, sorted."""
         return {version: tuple(sorted(left)) for version, left in sorted(self._readers.items())}
 
     @property

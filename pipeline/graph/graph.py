@@ -62,18 +62,18 @@ STAGE_ROLES: dict[str, Role] = {
     "evaluate_score": Role.SCORE,
     "evaluate_reference": Role.REFERENCE,
 }
-"""The role whose gang runs each stage. `advantage` needs no model, and runs in the scoring gang unless it is placed in
-a gang of its own. A gang of its own helps if scoring is slow, since in the scoring gang `advantage` would wait while
-later steps are scored."""
+"""Stage -> the role whose gang runs the stage. `advantage` needs no model, and runs in the scoring gang unless it is
+placed in a gang of its own. A gang of its own helps if scoring is slow, since in the scoring gang `advantage` would
+wait while later steps are scored."""
 
 
 UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
-"""The stage that trains each role."""
+"""Role -> the stage that trains its model."""
 
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """One (stage, step, shard). Nodes sort by priority: the oldest step first."""
+    """A piece of the run's work: one (stage, step, shard). Nodes sort by priority: the oldest step first."""
 
     priority: tuple[int, int]
     """(step whose progress the node serves, order within that step): lower runs first."""
@@ -129,7 +129,7 @@ class GraphSpec:
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
-    """Return the stage that trains each role, for the roles that the run trains."""
+    """Return role -> the stage that trains its model, for the roles that the run trains."""
     return {role: stage for role, stage in UPDATE_STAGE.items() if spec.has_critic or role is not Role.CRITIC}
 
 
@@ -153,7 +153,8 @@ def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
 
 
 def is_evaluated(spec: GraphSpec, version: int) -> bool:
-    """Return True if version v is evaluated."""
+    """Return True if version v is evaluated. Every `eval_every`-th version is evaluated, and the last one; none if
+    `eval_every` is 0."""
     return spec.eval_every > 0 and (version % spec.eval_every == 0 or version == spec.steps)
 
 
@@ -192,8 +193,9 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
-    """Return the step whose `step_nodes` include `canary[v]`: the last step that an older version generates. Return v
-    if there is no such step, and always under `latest`, where engines load a new version as soon as they can."""
+    """Return the step whose `step_nodes` include `canary[v]`: the last step that is generated with a version older than
+    v. Return v if there is no such step, and always under `latest`, where engines load a new version as soon as they
+    can."""
     if spec.uses_latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0

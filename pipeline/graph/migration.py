@@ -97,7 +97,8 @@ class _Side:
         """Row's key -> passes that the row needs here. For a row that arrives, the passes during which it stands still
         are added."""
         self.held_s = 0.0
-        """Seconds in which passes wait for keys and values that are read or written, or for tokens fed again."""
+        """Seconds in which passes wait for keys and values that are read or written, or for tokens that are fed to the
+        model again."""
         self.copying = 0
         """Passes until the rows that leave have been copied, one after the other."""
         self.sends = self.receives = False
@@ -118,7 +119,8 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Price:
-    """The cost of a row's migration. The source's passes wait for `read_s` seconds, the target's for `write_s`."""
+    """The cost of a row's migration. The passes of the source wait for `read_s` seconds, and the passes of the target
+    for `write_s` seconds."""
 
     request: MigrationRequest
     copying: int
@@ -195,8 +197,8 @@ def _level(plan: _Plan) -> None:
 
 
 def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
-    """Return the move, as arguments of `_Plan.move`, after which both replicas are done soonest. Return None if no move
-    lets both end sooner than the source would end without it."""
+    """Return the arguments of `_Plan.move` for the move after which both replicas are done soonest. Return None if no
+    move lets both end sooner than the source would end without it."""
     taking = plan.sides[target]
     total, *longest = sum(giving.passes.values()), *sorted(giving.passes.values(), reverse=True)[:2], 0
     their_total, their_longest = sum(taking.passes.values()), max(taking.passes.values(), default=0)

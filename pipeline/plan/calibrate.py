@@ -45,7 +45,7 @@ fitted speed."""
 _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
-"""Condition number of the fit's columns above which the fit cannot tell their coefficients apart."""
+"""If the condition number of the fit's columns is above this, the fit cannot tell their coefficients apart."""
 _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
 """Values of `Calibration.thread_share` that the fit tries."""
 _OUTLIER = 0.2
@@ -64,7 +64,7 @@ class Measurement:
     store_s: float = 0.0
     """Part of `seconds` that was spent on store and ledger; 0: not measured."""
     beside: bool = False
-    """True for a shard whose worker ran other nodes at the same time."""
+    """True for a node of an engine whose worker ran other nodes at the same time."""
 
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
@@ -216,8 +216,8 @@ def _replayed(
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
-    """Return the speed that fits these measurements. Also return True if the measurements determine each number of the
-    speed. If not, the numbers keep the proportions of `usual` as far as possible."""
+    """Return two things: the speed that fits these measurements, and True if the measurements determine each of its
+    numbers. If they do not, the numbers keep the proportions of `usual` as far as possible."""
     seconds = np.array([sample.seconds for sample in samples])
     stored = np.array([sample.store_s for sample in samples])
     columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
@@ -254,9 +254,9 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return the mean seconds on store and ledger of nodes that ran alone on their worker, and the seconds by which the
-    mean of nodes that ran beside others is larger. If it is not larger, or if one of the two groups is empty, return
-    the mean of all nodes and 0."""
+    """Return two numbers: the mean seconds on store and ledger of the nodes that ran alone on their worker, and how
+    many seconds more the nodes that ran beside others took on average. If they took no more, or if one of the two
+    groups is empty, return the mean of all nodes and 0."""
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)

@@ -36,7 +36,8 @@ class StageSpeed:
     """The speed of one kind of work."""
 
     efficiency: float = setting(1.0, _SHARE)
-    """Reached share of the hardware's peak: of its arithmetic or its memory bandwidth, whichever limits the work."""
+    """Share of the hardware's peak that the work reaches: the peak of arithmetic or of memory bandwidth, whichever
+    limits the work."""
     call_s: float = setting(0.0, at_least(0))
     """Additional seconds of each call, for launches and Python. A call is a decoding pass, a row of a scoring or an
     advantage node, or a block that a micro-batch goes through (forward, or forward and backward in an update). On a
@@ -113,7 +114,7 @@ STAGE_KIND: Mapping[str, str] = {
     "update_critic": "update",
     "publish": "publish",
 }
-"""The kind of work of each stage."""
+"""Stage -> its kind of work."""
 
 ENGINE_STAGES = frozenset(stage for stage, kind in STAGE_KIND.items() if kind == "generate")
 """Stages that an engine computes."""

@@ -160,7 +160,8 @@ class Costs:
         return self._work(node.stage, rows_of(self.prompt_tokens, lengths))
 
     def _work(self, stage: str, rows: Rows) -> Work:
-        """Return the work of a node of any stage except `generate` and `evaluate`, or of several shards' nodes."""
+        """Return the work of a node, or of the nodes of several shards. The stages `generate` and `evaluate` are not
+        supported."""
         config, gang = self.run.config, self.gang_of(stage)
         match stage:
             case "canary":

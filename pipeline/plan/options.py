@@ -70,7 +70,7 @@ class Options:
         self._known: dict[tuple[frozenset[Role], int, int, bool], list[Option]] = {}
         self._fitting: dict[tuple[object, ...], bool] = {}
         self._weights: dict[int, float] = {}
-        """Number of an engine's ranks -> bytes that the engine, without its cache, takes on each GPU."""
+        """Number of an engine's ranks -> bytes on each GPU that the engine takes without its cache."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
         """Return the options of a gang of models with this number of devices. With GPUs, only options that fit in their

@@ -69,7 +69,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Objective:
-    """The quantity that a plan is chosen by."""
+    """The quantity by which the search compares plans."""
 
     per_device: bool = False
     """True to maximise the samples per device and hour, False to minimise the step time."""
@@ -125,8 +125,8 @@ class Combination:
 
 
 def combinations(space: Space, watch: Callable[[str], None] = lambda text: None) -> tuple[list[Combination], bool]:
-    """Return the combinations of the space in which each gang fits in the devices' memory. Also return True if no
-    combination was left out and all bounds are exact. `watch`: called with texts about the progress.
+    """Return two things: the combinations of the space in which each gang fits in the devices' memory, and True if none
+    of them was left out and all bounds are exact. `watch`: called with texts about the progress.
 
     Raises:
         ConfigError: no combination fits on the devices.
@@ -161,7 +161,7 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
 
 
 def _least_work(options: Sequence[Option]) -> list[Option]:
-    """Return, for each number of devices, the option with the least work in a step."""
+    """Return one option for each number of devices: the option with the least work in a step."""
     least: dict[int, Option] = {}
     for option in options:
         known = least.get(option.devices)

@@ -165,7 +165,7 @@ class Execution:
     parents_left: int = 0
     """Number of unfinished parents, if the node was submitted before they ended."""
     is_ready: bool = False
-    """True once nothing but a free place at its worker delays its start."""
+    """True once it waits only for a free place at its worker."""
     started_s: float = math.nan
     finished_s: float = math.nan
     is_lost: bool = False

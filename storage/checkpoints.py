@@ -91,7 +91,7 @@ class Checkpoints:
                 None: all files are read here.
 
         Raises:
-            StoreError: a file is missing or has another size than `sums` says, or the upload failed.
+            StoreError: a file is missing; a file has another size than `sums` says; or the upload failed.
         """
         if sums is None:
             paths = sorted(p for p in path.rglob("*") if p.is_file())

@@ -31,9 +31,9 @@ class PromptsConfig:
     too_long: Literal["error", "skip"] = "error"
     """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
-    """Number of prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640, rounded down
-    to a multiple of `evaluate.shards`, but at least 2 and at least `evaluate.shards`. No prompt is set aside if
-    evaluations have a source of their own (`evaluate.prompts.url`)."""
+    """Number of prompts set aside for evaluation; null: the smaller of 64 and a tenth of all prompts, rounded down to a
+    multiple of `evaluate.shards`, but at least 2 and at least `evaluate.shards`. No prompt is set aside if evaluations
+    have a source of their own (`evaluate.prompts.url`)."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
@@ -56,7 +56,7 @@ class EvaluationPromptsConfig:
     """Field or column of the prompt, as `prompts.field`; null: the value of `prompts.field`, but each line of a .txt
     file is a prompt."""
     max: int | None = setting(None, at_least(2, ": an evaluation reports a spread"))
-    """Largest number of prompts, from the start of the source; null: all."""
+    """Maximum number of prompts, from the start of the source; null: all."""
 
     def source(self, training: PromptsConfig) -> PromptsConfig | None:
         """Return the settings by which this source is read, or None without a URL. `training`: the section `prompts`,
@@ -141,10 +141,10 @@ class PreferencesConfig:
     url: str = "???"
     """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file."""
     held_out_url: str | None = None
-    """A separate file with the held-out rows; null: a share of `url`."""
+    """A separate file with the held-out rows; null: they are a share (`held_out`) of the rows of `url`."""
     format: Literal["plain", "chat"] = "plain"
-    """For pairs: the prompt is a text, or a list of {role, content} messages; a response is a text, or, in a chat, a
-    list with one message of the assistant."""
+    """For pairs. plain: prompt and responses are texts. chat: the prompt is a list of {role, content} messages, and
+    each response is a text or a list with one message of the assistant."""
     prompt: str = "prompt"
     """For pairs: field of the prompt, a name (JSONL, CSV, Parquet) or a 0-based column number (TSV)."""
     chosen: str = "chosen"
@@ -165,11 +165,13 @@ class PreferencesConfig:
     """For ratings: number of texts in a group. Groups are drawn anew for every epoch, and the texts of a group are
     compared with one another."""
     validation: float = setting(0.1, between(0, 1, " (0.1 is usual)", ends=False))
-    """Share of the prompts (for ratings: texts) for validation, which chooses the best state of the model."""
+    """Share of the prompts (for ratings: texts) for validation. The validation decides which state of the model is the
+    best."""
     held_out: float = 0.2
-    """Share of the prompts (for ratings: texts) for the final figures only."""
+    """Share of the prompts (for ratings: texts) that are held out. Only the final figures are computed from them."""
     held_out_pairs: int = setting(20000, at_least(1))
-    """For ratings: maximum number of pairs that are drawn from the held-out texts, and from the validation texts."""
+    """For ratings: maximum number of pairs that are drawn from the held-out texts. The same maximum applies to the
+    validation texts."""
     max_tokens: int = setting(512, at_least(3, ": a prompt, a response and its end"))
     """Longest row in tokens: prompt, response and end."""
     too_long: Literal["error", "skip"] = "error"

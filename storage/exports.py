@@ -5,7 +5,7 @@
 A directory without this record is another program's model, or the export of an earlier Stageline. It cannot be checked.
 
 The exported versions of a run are directories like `v000012`. With an object store an export is uploaded before it gets
-such a name (`storage/copies.py`). So a version's directory is complete in both places.
+such a name (`storage/copies.py`). So a directory with such a name is complete, and so is its copy in the object store.
 
     <root>/.v000012/   being written, or left by a process that died
     <root>/v000012/    complete
@@ -98,7 +98,7 @@ class Exports:
 
     def finish(self, version: int, staged: Path) -> Path:
         """Rename the directory `staged`, which has its record, to its version's name, and return the new path. If there
-        is an object store, upload it before. Raises StoreError."""
+        is an object store, upload the export first. Raises StoreError if the upload fails."""
         if self._copies is not None:
             self._copies.upload(staged, self.place(version).name)
         return staged.rename(self.place(version))

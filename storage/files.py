@@ -425,7 +425,8 @@ _SHORTEST_S, _LONGEST_S = 0.05, 2.0
 
 
 def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
-    """Return `act()`, which works on `path`, and retry it while it raises transient errors.
+    """Return the result of `act()`. While it raises transient errors, call it again. `path`: what `act` works on, for
+    the messages.
 
     Raises:
         StoreRefused: an error that stays until a person acts: one of `REFUSING`, or an object store that denies the

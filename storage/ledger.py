@@ -102,7 +102,8 @@ class Ledger:
         return self.find(address) or until_seen(look, self._root.durability.unseen_s)
 
     def get(self, address: Address) -> Commit:
-        """Return the commit at an address that must have one. Raises MissingOutput, and what `find` raises."""
+        """Return the commit at an address that must have one. Raises MissingOutput if there is no commit. Raises what
+        `find` raises."""
         commit = self.await_seen(address)
         if commit is None:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
@@ -376,7 +377,7 @@ def read_dropped(run: files.Root) -> int:
 
 
 def write_dropped(run: files.Root, before: int) -> None:
-    """Record that the arrays of the steps before this one are deleted or about to be."""
+    """Record that the arrays of all steps before step `before` are deleted, or will be deleted next."""
     document = {"format": DROPPED_FORMAT, "rollouts_before": before, "by": KEEP, "checksum": _dropped_sum(before)}
     files.write(run, DROPPED, (json.dumps(document, indent=1) + "\n").encode())
 

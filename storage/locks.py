@@ -144,8 +144,8 @@ def held(path: Path) -> Iterator[None]:
     """Hold a file while the block runs. Waits up to `HOLDER_TIMEOUT_S` if the last holder was on another host.
 
     Raises:
-        HeldByAnother: another process has it.
-        StoreError: the file is another user's.
+        HeldByAnother: another process holds the file.
+        StoreError: the file belongs to another user, or is a link.
     """
     with open_lock(path) as lock:
         _take(lock, path)
@@ -195,7 +195,7 @@ def boot_identity() -> str:
 
 def _take(lock: IO[str], path: Path) -> None:
     """Take the lock. If the file names a holder on another host, first wait until that holder is silent. Raises
-    HeldByAnother if another process has the lock, or that holder is alive."""
+    HeldByAnother if another process has the lock, or if the holder on the other host is alive."""
     began, first, looks, age_s = time.monotonic(), _time(path), 0, None
     while True:
         locked = _try_lock(lock)

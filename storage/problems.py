@@ -97,8 +97,8 @@ def local_directory() -> Constraint:
 
 
 def bucket_url(*protocols: str) -> Constraint:
-    """Return the constraint on the URL of a bucket, or of a prefix in it, for one of these protocols. It may hold no
-    credentials: the clients of object stores read them from the environment."""
+    """Return the constraint on the URL of a bucket, or of a prefix in it, for one of these protocols. The URL must not
+    hold credentials: the clients of object stores read them from the environment."""
     wanted = " or ".join(f"{protocol}://BUCKET/PREFIX" for protocol in protocols[:2])
     url = re.compile(rf"({'|'.join(protocols)})://[A-Za-z0-9][A-Za-z0-9._-]+(/[^/?#@\s]+)*")
     return Constraint(
@@ -118,7 +118,7 @@ def setting(default: Any, *constraints: Constraint) -> Any:
 
 
 def constraints_of(section: Any) -> dict[str, tuple[Constraint, ...]]:
-    """Return the constraints of each setting of a section (a dataclass or an instance), by name."""
+    """Return name of a setting -> its constraints, for a section (a dataclass or an instance)."""
     return {one.name: one.metadata.get(_CONSTRAINTS, ()) for one in fields(section)}
 
 

@@ -146,7 +146,7 @@ READERS: Mapping[str, Callable[[str], Iterator[Row]]] = {
     ".tsv": _columns,
     ".txt": _columns,
 }
-"""Readers by the ending of the file's name."""
+"""Ending of a file's name -> function that reads the file's rows."""
 
 
 _SPLIT, _EPOCH = 1, 2
@@ -197,8 +197,9 @@ def held_out_by_default(num: int, shards: int) -> int:
 
 
 def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the (training, held-out) prompts in their source, int64. The two arrays are disjoint, and
-    each is ascending. Raises PromptsError if no training prompt would be left."""
+    """Return two int64 arrays: the indices of the training prompts in the source, and the indices of the held-out
+    prompts. The two arrays are disjoint, and each is ascending. Raises PromptsError if no training prompt would be
+    left."""
     if not 0 <= held_out < num:
         raise PromptsError(f"prompts.held_out: given {held_out}, the source has {num} prompts: 0..{num - 1} would work")
     order = np.random.default_rng([seed, _SPLIT]).permutation(num)

@@ -110,7 +110,7 @@ class Rollout(Record):
     """Prompt, response, padding."""
     prompt_lengths: Int32[np.ndarray, " rows"]
     response_lengths: Int32[np.ndarray, " rows"]
-    """Sampled tokens, the EOS included."""
+    """Number of sampled tokens, the EOS included."""
     response_mask: Bool[np.ndarray, "rows seq"]
     """True where the token was sampled."""
     sampler_logprobs: Float32[np.ndarray, "rows seq"]
@@ -218,7 +218,8 @@ class CanaryPolicyLogprobs(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class CanaryLogprobs(Record):
-    """Output of `canary`: an engine's log-probs of the same tokens, with the same version of the weights."""
+    """Output of `canary`: an engine's log-probs of the first sampled tokens of a shard's first rows. The engine has the
+    version of the weights that the trainer's log-probs belong to."""
 
     KIND: ClassVar[str] = "canary"
     canary_logprobs: Float32[np.ndarray, "rows seq"]

@@ -23,8 +23,8 @@ attempt only.
 Zarr returns fill values for a missing shard. `read` raises instead, and checks the CRC-32 of every array against the
 commit. Plain readers see the fill value (NaN, -1, False) where nothing is committed yet.
 
-All stages of a step share a group, so each kind of record is written by one stage only; the records' fields name the
-arrays.
+All stages of a step share a group, in which the arrays have the names of the records' fields. So each kind of record is
+written by one stage only.
 
 Each process keeps the records that it read or wrote last, so that stages of one worker do not read the same rows again.
 Committed records never change, so a kept record is as good as the file.
@@ -81,7 +81,7 @@ EVALUATE = "evaluate"
 """Stages whose names begin with this have their own groups and layout: one group per evaluated version."""
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
-"""Errors that reading a missing or damaged array by Zarr raises."""
+"""Errors that Zarr raises when it reads a missing or damaged array."""
 _STORE = "rollouts.zarr"
 _PACKED = ".packed"
 _MOST_DESCRIBED = 4096
@@ -556,8 +556,9 @@ def unpack(data: bytes, where: str) -> dict[str, bytes]:
 def encode_record(
     record: Record, layout: Layout, shards: Sequence[int], template_of: Callable[[Layout, str, int], Template]
 ) -> tuple[dict[str, ArrayInfo], dict[str, bytes]]:
-    """Return (the commit's description of a record's arrays, the attempt's files by name). `template_of(layout, dtype,
-    ndim)` returns the encoder of an array. Raises ValueError for an array that does not fit the layout."""
+    """Return two mappings: name of an array -> its description in the commit, and name of a file of the attempt ->
+    content. `template_of(layout, dtype, ndim)` returns the encoder of an array. Raises ValueError for an array that
+    does not fit the layout."""
     infos, contents = {}, {}
     for name, given in record.arrays().items():
         if given.shape[1:] not in ((), (layout.seq,)):
@@ -678,7 +679,7 @@ class Vocabulary:
         return Vocabulary(b"".join(pieces), np.cumsum([0, *map(len, pieces)], dtype=np.int64))
 
     def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Return name -> (dimension, numbers), as they are stored."""
+        """Return name of an array -> (name of its dimension, numbers), as `write_root` takes them."""
         data = np.frombuffer(self.data, np.uint8)
         return {BYTES: ("vocabulary_byte", data), OFFSETS: ("vocabulary_offset", self.offsets)}
 

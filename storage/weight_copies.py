@@ -36,8 +36,8 @@ _COPY, _STAGED = ".copy", ".copy.manifest"
 @contextmanager
 def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bool]:
     """Hold this host's lock for receiving a version while the block runs, and yield True. If another process holds the
-    lock, wait for it, or with `wait_s` 0 yield False at once. After a wait the version may have arrived already, so the
-    caller must check that first.
+    lock, wait for it. If `wait_s` is 0, do not wait, but yield False. After a wait the version may have arrived
+    already, so the caller must check that first.
 
     Raises:
         StoreError: no bytes have arrived for `wait_s` seconds, and another process still holds the lock. The message

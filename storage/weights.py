@@ -6,7 +6,7 @@ enter it:
     v000012-<pid>-<hex>.bin        the tensors' bytes, each at a multiple of 64
     v000012.json                   the manifest, linked to this name last: it makes the version exist
     v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
-    spare.bin                      memory of the version released last, for the next one
+    spare.bin                      memory of the version released last, for the next version
 
 A version that was published on another host has a `.copy` instead of a `.bin` (`storage/weight_copies.py`). A manifest
 names its .bin, so that two publishers of one version cannot mix their files. A publisher that was killed may
@@ -103,7 +103,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that `to_json` wrote. Raises StoreError for another format or other fields."""
+        """Return the manifest that `to_json` wrote. Raises StoreError if the text has another format or other
+        fields."""
         where = "a manifest of weights"
         try:
             return codec.from_document(cls, codec.document(text, FORMAT, where))
@@ -119,7 +120,8 @@ class WeightAttempt:
     file: str
     places: tuple[FilePlace, ...]
     exists: bool
-    """True if the version exists already, in this file. `WeightBoard.put` then compares and writes nothing."""
+    """True if the version exists already, and `file` is its file. `WeightBoard.put` then compares and writes
+    nothing."""
 
 
 class WeightLease(Closing):
@@ -129,7 +131,8 @@ class WeightLease(Closing):
     def __init__(self, manifest: Manifest, tensors: dict[str, np.ndarray], lease: Path) -> None:
         self.manifest = manifest
         self.tensors = tensors
-        """Read-only views of the mapped file by name; bfloat16 as uint16 (see `manifest`)."""
+        """Name of a tensor -> read-only view of the mapped file. A bfloat16 tensor (see `manifest`) is seen as
+        uint16."""
         self._lease = lease
 
     @property
@@ -205,7 +208,7 @@ class WeightBoard(Closing):
                 path.unlink(missing_ok=True)
 
     def sees(self, attempt: WeightAttempt) -> bool:
-        """Return True if the attempt's file is on this board, not on another host's."""
+        """Return True if the attempt's file is on this board. False if it is on the board of another host."""
         return (self.directory / attempt.file).exists()
 
     def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
@@ -313,7 +316,7 @@ class WeightBoard(Closing):
             self.remove_torn(version)
 
     def close(self) -> None:
-        """Remove the directory, leases or not. Mapped arrays stay valid."""
+        """Remove the directory, even if there are open leases. Mapped arrays stay valid."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tried(self, version: int, act: Callable[[], T]) -> T:
@@ -438,7 +441,7 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 
 def _compare(file: int, data: memoryview, offset: int, attempt: WeightAttempt) -> None:
-    """Raise ValueError if the file has other bytes."""
+    """Raise ValueError if the file has other bytes than `data` from `offset` on."""
     for first in range(0, len(data), _PIECE_BYTES):
         piece = data[first : first + _PIECE_BYTES]
         if os.pread(file, len(piece), offset + first) != piece:

@@ -3,7 +3,7 @@
 `ObservedDispatch` is a dispatch that also records what it hands out, and tells people the state of nodes and gangs.
 
 **Queues.** Workers do not report when a node begins. Dispatch knows enough to infer this: a worker runs as many nodes
-as it has threads, begins the most urgent node that can run, and interrupts none.
+as it has threads, begins the most urgent node that can run, and never interrupts a node.
 
     handed out ──its parents are done──► queued ──a thread is free, nothing queued is more urgent──► running ──► gone
 

@@ -125,7 +125,8 @@ class GraphSpec:
     has_critic: bool = True
     """True under `ppo.advantage: gae`; else there are no critic nodes."""
     uses_latest: bool = False
-    """True if a shard uses the newest version within the bound that is published when the shard is handed out."""
+    """True unless `rollout.versions` is `exact`. A shard then uses the newest version within the staleness bound that
+    is published when the shard is handed out."""
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:

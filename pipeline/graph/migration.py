@@ -8,7 +8,7 @@ whose rows need l_1 .. l_n more passes is therefore done after
 
     end = floor_s * max(l_i) + row_s * sum(l_i)              (more passes if it has more rows than run at once)
 
-and all work of a pool after
+and all work of a pool is done after
 
     max(latest end, (sum of all ends + seconds of the nodes that wait for a slot) / number of replicas).
 

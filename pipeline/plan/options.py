@@ -1,7 +1,7 @@
 """The settings of one gang that a search tries, each with the seconds of its nodes.
 
     layouts, micro-batches, engines' ranks, rows, slots
-      ── drop those that do not fit in memory ── drop those that another one beats or equals everywhere (`pareto`)
+      ── drop what does not fit in memory ── drop each option that another option beats or equals (`pareto`)
           └ Option: settings, and the seconds of each node of a step
 
 Pure.

@@ -178,7 +178,7 @@ class _AttachedWorker:
 
     async def _find(self) -> tuple[SchedulerFile, Comm]:
         """Return a scheduler file and a connection to the driver that wrote it. The file of a killed driver is skipped
-        as soon as the next driver has written its own."""
+        as soon as the next driver has written its own file."""
         give_up, why = time.monotonic() + self._options.wait_s, ""
         while True:
             path = self._options.file or _newest_file(self._options.run_dir)
@@ -278,7 +278,8 @@ class _AttachedWorker:
 
 
 async def _wait_for_end(comm: Comm) -> EndReason:
-    """Wait until the run ends or the connection to the driver is lost, and return which happened."""
+    """Wait for one of two events, and return it as the reason: the run has ended, or the connection to the driver is
+    lost."""
     try:
         while "over" not in await comm.read():
             pass
@@ -325,8 +326,8 @@ def _connection_arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> SchedulerFile:
-    """Read a scheduler file. Raises WorkerRefused if the file is invalid, unreadable or another user's. Raises OSError
-    if the file does not exist yet, or if it may become readable soon."""
+    """Read a scheduler file. Raises WorkerRefused if the file is invalid or unreadable, or if it belongs to another
+    user. Raises OSError if the file does not exist yet, or if it may become readable soon."""
     try:
         return read_scheduler_file(path)
     except StoreError as error:
@@ -357,7 +358,8 @@ def _newest_file(run_dir: Path | None) -> Path:
 
 
 def _gang_of(config: RunConfig, options: WorkerOptions) -> Gang:
-    """Return the wanted gang. Raises WorkerRefused for a worker that the run does not have."""
+    """Return the gang that `options` names. Raises WorkerRefused if the run has no such gang, or if the gang has no
+    worker with this index."""
     gangs = {gang.name: gang for gang in config.gangs()}
     if options.gang not in gangs:
         has = ", ".join(sorted(gangs))
@@ -396,7 +398,7 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
 
 def _network_environment(address: str, *, is_configured: bool) -> dict[str, str]:
     """Return the environment variables that make gloo and NCCL use the interface with this address. Variables that are
-    already set are left out, unless `is_configured`: the config or the command line names the interface."""
+    already set are left out, unless the config or the command line names the interface (`is_configured`)."""
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if is_configured else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)
@@ -428,7 +430,7 @@ class JoinRequest:
     """Time by the clock of its host, in seconds since the epoch."""
     versions: dict[str, str]
     gpus: list[str]
-    """UUIDs of the GPUs that the worker sees. The position in the list is the index of a GPU."""
+    """UUIDs of the GPUs that the worker sees. The index of a GPU is its position in this list."""
     shared: str
     """Fault of the run's directory, as seen from the worker's host. Empty if it has no fault."""
     wrote: str
@@ -458,7 +460,8 @@ class JoinRefused:
 
 
 def local_versions() -> dict[str, str]:
-    """Return package (or `python`) -> its version here. Two processes that exchange objects must have the same."""
+    """Return package (or `python`) -> its version here. Two processes that exchange objects must have the same
+    versions."""
     return {"python": platform.python_version()} | installed_versions(_MUST_AGREE)
 
 
@@ -531,7 +534,8 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
     board itself, unless another process uses it. `driver_lock`: path of the lock file of an attached run's driver.
 
     Raises:
-        StoreError: the board's lock is another user's, or another process keeps an exclusive lock for 120 s.
+        StoreError: the board's lock file belongs to another user, or another process keeps an exclusive lock on it for
+            120 s.
     """
     board.parent.mkdir(parents=True, exist_ok=True)
     path = board.with_name(f"{board.name}{_LOCK}")
@@ -575,8 +579,8 @@ def _remove_if_unused(lock: IO[str], path: Path) -> None:
 
 
 def _shared_lock(path: Path) -> IO[str]:
-    """Open the lock file at `path` and take a shared lock on it. Raises StoreError if the file is another user's, or if
-    another process keeps an exclusive lock on it for `_REMOVAL_S`."""
+    """Open the lock file at `path` and take a shared lock on it. Raises StoreError if the file belongs to another user,
+    or if another process keeps an exclusive lock on it for `_REMOVAL_S`."""
     while True:
         held = open_lock(path)
         try:

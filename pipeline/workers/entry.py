@@ -86,7 +86,7 @@ class _Resident:
 
 _resident: _Resident | None = None
 _listening: socket.socket | None = None
-"""Socket at the gang's rendezvous, on rank 0 until it is built."""
+"""Socket that listens at the gang's rendezvous. Only rank 0's process has it, and only until rank 0 is built."""
 _MAX_RANKS = 4096
 """Maximum number of ranks that may wait at once until rank 0 accepts their connections."""
 _MAX_REMEMBERED_CALLS = 16384

@@ -152,7 +152,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of a rank other than 0 to do its part of a call."""
+    """A report that a rank other than 0 did not finish its part of a call."""
 
     address: Address
     attempt: str

@@ -101,7 +101,7 @@ class WorkerParts:
     scoring_ranks: Any = None
     """This rank's membership (a `ParallelRank`) in a gang whose ranks divide the models of its rewards."""
     fetcher: Fetcher | None = None
-    """Copies the versions of the weights that this host lacks, from other hosts."""
+    """Gets versions of the weights from other hosts if this host lacks them."""
     numerics: dict[str, str] = field(default_factory=dict)
     """Name -> fact on which the last bits of this worker's results depend (stages/native/fingerprint.py)."""
     warnings: list[str] = field(default_factory=list)
@@ -147,8 +147,8 @@ class WorkerParts:
             return self.store.read_step(stage, step, self.config.rollout.shards)
 
     def name_collectives(self, call: Call) -> AbstractContextManager[None]:
-        """Return a context for a call on a rank of a gang. A collective that fails in it names the call and the missing
-        ranks."""
+        """Return a context for a call on a rank of a gang. If a collective fails in this context, its error names the
+        call and the missing ranks."""
         if self.spec.size == 1:
             return nullcontext()
         watched = (

@@ -114,7 +114,8 @@ def remove_scheduler_file(path: Path, nonce: str) -> None:
 
 def read_scheduler_file(path: Path) -> SchedulerFile:
     """Read a scheduler file. Raises FileNotFoundError if there is no file (yet). Raises StoreError if the file is
-    invalid, unreadable or another user's. (The writer of the file decides what this process will run.)"""
+    invalid or unreadable, or if it belongs to another user. (The writer of the file decides what this process will
+    run.)"""
     try:
         with path.open("rb") as stream:
             _check_owner(path, os.fstat(stream.fileno()))
@@ -135,7 +136,8 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _nearest_visible(path: Path) -> tuple[Path, os.stat_result]:
-    """Return the file, or the nearest directory above it that this user may look at."""
+    """Return the path and status of the file. If this user may not look at the file, return those of the nearest
+    directory above it that the user may look at."""
     for above in (path, *path.parents):
         with suppress(PermissionError):
             return above, above.stat()

@@ -80,7 +80,8 @@ class ComputedStage:
 
 @dataclass(frozen=True)
 class SelfCommittingStage:
-    """A stage that changes or publishes weights. It checks for its commit, and writes it, by itself."""
+    """A stage that changes or publishes weights. Its function looks for the node's commit by itself, and writes it if
+    there is none."""
 
     run: Callable[[WorkerParts, Call], Commit | None]
     """Function that runs the node and returns its commit; None on ranks other than 0."""
@@ -144,12 +145,12 @@ def score_shard(parts: WorkerParts, call: Call) -> StageOutput:
 
 
 def score_rollout(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
-    """Return a score for each row. `held_out`: score with the parts of evaluations."""
+    """Return a score for each row. `held_out`: True to score with the reward parts of evaluations."""
     return score(*_score_arguments(parts, rollout, held_out=held_out))
 
 
 def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
-    """Return the arguments of `score`, and of `follow`."""
+    """Return the arguments for `score`. `follow` takes the same arguments."""
     scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
     rewards = scorer.held_out if held_out else scorer.training
     return rewards, scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)

@@ -130,7 +130,7 @@ class ExactlyOnceUpdates:
 
         Raises:
             ReplayMismatch: a replayed update gave another digest.
-            MissingOutput: an update in between was never committed.
+            MissingOutput: one of the updates that lead to `version` was never committed.
         """
         host = self.host
         if host.dirty(role) or host.version(role) != version:

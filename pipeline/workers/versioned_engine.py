@@ -83,7 +83,7 @@ class VersionedEngine:
         self._inside = 0
         """Number of users of the engine now: shards of this replica, and groups of rows from other replicas."""
         self._exact = 0
-        """Number of these users that need exactly one version."""
+        """Number of the users counted in `_inside` that need exactly one version."""
         self._changed = threading.Condition()
         """Guards the fields above. Never held for long, since the engine's thread takes it too."""
 

@@ -12,7 +12,7 @@
         pieces are checked and appended      ◄═════════pieces════════════════  the bytes of its own file
     link the manifest: v exists here
 
-The questions go over Dask's connections, the pieces over connections of their own, to a process that only sends
+The questions go over Dask's connections. The pieces come over separate connections, from a process that only sends
 (`weight_sender.py`). So the publisher's host sends two copies, whatever the number of hosts. Every other host passes on
 the bytes that it has while more arrive. A sender may die at any time: the reader then asks the publisher again, by its
 name, because a restarted publisher has another address and the same board. The reader continues where it stopped. Only
@@ -49,7 +49,7 @@ FAN_OUT = 2
 _LOOK_S = 0.005
 """Seconds between two checks for a version that is about to arrive."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-"""Seconds between two tries."""
+"""Shortest and longest pause between two tries, in seconds. The pause doubles after each try without new bytes."""
 _VERSIONS_REMEMBERED = 8
 _REMOVAL_S = 5.0
 

@@ -9,8 +9,9 @@ releases a lock when the last process that shares it ends.
 
 On some shared filesystems flock works only within a host, so two hosts could both have the lock. Therefore the holder
 writes its identity into the file, and sets the file's modification time every `BEAT_S` seconds. A process that finds
-another host's name in the file waits until that holder is silent. A holder is silent when the file's time has not
-changed for `HOLDER_TIMEOUT_S`, or is `STALE_S` old by the file server's clock.
+another host's name in the file watches the file. If the file's time changes, that holder is alive, and the process
+gives up. The holder counts as silent when the time has not changed for `HOLDER_TIMEOUT_S`, or is `STALE_S` old by the
+file server's clock. Then the process may take the lock.
 """
 
 from __future__ import annotations

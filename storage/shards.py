@@ -1,8 +1,9 @@
 """The layout of an array of the rollout store, and the codec of its shards (one file each).
 
-Zarr makes the metadata of arrays, and the arrays that belong to no step. The shards are encoded and decoded here, with
-Zarr's own codecs and to the same bytes, so any Zarr reader can read them. Zarr itself would take a millisecond for an
-array of some hundred numbers, mostly to hand work to its event loop and threads.
+Zarr itself makes the metadata of all arrays, and encodes the arrays that belong to no step. The shards of all other
+arrays are encoded and decoded here, with Zarr's own codecs and to the same bytes, so any Zarr reader can read them.
+Zarr itself would take a millisecond for an array of some hundred numbers, mostly to hand work to its event loop and
+threads.
 
     shard file = inner chunk 0 | inner chunk 1 | … | index | CRC-32C of the index
     inner chunk = Blosc (LZ4, shuffled) of the rows' bytes, little-endian | CRC-32C of the compressed bytes

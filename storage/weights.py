@@ -51,7 +51,7 @@ FORMAT = 2
 BFLOAT16 = "bfloat16"
 
 _ALIGNMENT = 64
-"""Bytes: a cache line, and enough for every vector load."""
+"""Each tensor begins at a multiple of this number of bytes: a cache line, and enough for every vector load."""
 _PIECE_BYTES = 1 << 18
 _MANIFEST = re.compile(r"v(\d{6,})\.json")
 _OF_VERSION = re.compile(r"v(\d{6,})-")
@@ -272,7 +272,7 @@ class WeightBoard(Closing):
         return opened
 
     def manifest(self, version: int) -> Manifest | None:
-        """Return a version's manifest, or None if it does not exist."""
+        """Return a version's manifest, or None if the version does not exist here."""
         try:
             return Manifest.from_json(self._manifest_path(version).read_text())
         except FileNotFoundError:

@@ -1,11 +1,11 @@
 """Decide what runs next: a state machine with events in and instructions out. No clock, no I/O, no Dask.
 
 A node gets a worker in one of three ways:
-- **ordered**: on a gang whose ranks act together. Nodes whose parents are done queue by priority. The driver numbers
-  them as it hands them out, and every rank executes them in that order. A gang of several ranks gets one node at a
-  time. If it got two, they could reach the ranks in different orders, since each waits for its own inputs, and then
-  their collectives would interleave. A single rank gets two nodes at a time, which hides the round trip. It gets only
-  one if a child of this node is more urgent than the second node.
+- **ordered**: on a gang whose ranks act together. Nodes wait in order of priority once their parents are done. The
+  driver numbers the nodes as it hands them out, and every rank executes them in the order of these numbers. A gang of
+  several ranks gets one node at a time. If it got two, they could reach the ranks in different orders, since each waits
+  for its own inputs, and then their collectives would interleave. A single rank gets two nodes at a time, which hides
+  the round trip. It gets only one if a child of this node is more urgent than the second node.
 - **slot**: on one replica of a pool, when it has a free slot. So a slow replica gets fewer shards than a fast one.
   Dask's own placement would give both the same number.
 - **free**: on the least loaded replica of a pool, as soon as its parents of the same step are submitted. So Dask runs

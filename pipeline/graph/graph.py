@@ -14,7 +14,8 @@ A run without a critic (`ppo.advantage`) has no `value` and no `update_critic` n
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]` and on nothing newer. With
 eta = 0 this is synchronous PPO. Version v of the weights is the result of v updates. Under `rollout.versions: exact`, a
 shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and
-the shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i.
+the shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i. Here and
+below, `latest` stands for `inflight` too, where a running shard also changes to versions that are published later.
 
 Over some edges no stored output is read. `update_policy[i] <- publish[i]` only orders nodes: the trainer publishes
 version i before it trains it into i + 1. `advantage[i] <- advantage[i-1]` carries the state of the KL controller.
@@ -29,7 +30,7 @@ far engine and trainer may differ.
 The last part of this file decides which commits stay valid if a run goes back to an older version of its weights:
 
     update_policy[v], update_critic[v] and later ──► everything that depends on them ──► computed again
-    all other commits stay valid, rows that older versions generated ahead included
+    all other commits stay valid, also commits of rows that were generated ahead with older versions
 
 Going back to version v needs the weights of v (a checkpoint, or the start weights). It also needs a checkpoint, or the
 start weights, for every older version that a node has yet to read, because no update before v runs again.

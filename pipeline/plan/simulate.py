@@ -17,8 +17,8 @@ workers:
   later.
 - The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
   has ended.
-- A shard of another version waits until the replica's current shards have ended, unless the engine updates in flight.
-  Then the replica loads the version, which takes `Costs.refit_s`.
+- Before a shard of another version, the replica loads that version, which takes `Costs.refit_s`. It first waits until
+  its current shards have ended, unless the engine updates in flight.
 - A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
 - Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
   cores (`cores.SharedClock`). The driver shares these cores too: each commit is `driver_s` of work for it.

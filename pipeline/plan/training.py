@@ -9,10 +9,10 @@ each rank into m micro-batches. With F operations of all rows:
                       (with LoRA) the gradients of frozen weights
     weights           a forward pass reads the weights. A backward pass reads them once for the gradients of its inputs,
                       and reads and writes the gradients of the trained weights
-    tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward, 2 backward, and 1 more if
-                      `mlp` or 2 if all is recomputed. With sequence parallelism each all-reduce is a reduce-scatter and
-                      an all-gather, and the backward pass gathers the inputs of two linears once more (not with a CPU's
-                      kernels, which keep the gathered inputs)
+    tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward and 2 backward. If `mlp` is
+                      recomputed there is 1 more, and if everything is recomputed there are 2 more. With sequence
+                      parallelism each all-reduce is a reduce-scatter and an all-gather, and the backward pass gathers
+                      the inputs of two linears once more (not with a CPU's kernels, which keep the gathered inputs)
     data parallel     gradients are all-reduced once for each optimizer step; with ZeRO-1 they are
                       reduce-scattered, and the weights are gathered
     optimizer         bytes of gradients, masters and moments, each read and written once
@@ -35,12 +35,12 @@ threads, and 16-bit products of this size are not faster.
 with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some collectives of the
 backward pass with a matrix product.
 
-Data-parallel collectives overlap with passes as in a run (`stages.models.gradient_buffers`), on GPUs and with
-`portable` kernels. Gradients overlap with the last micro-batch's backward pass, and gathered weights with the next
-minibatch's first forward pass. One bucket of gradients and one bucket of weights overlap with nothing. The weights that
-are gathered after the last minibatch overlap with nothing either. Only the seconds by which a collective is longer than
-the pass beside it count. Collective and pass are compared at the hardware's peaks. The first stage of a pipeline ends
-its pass last, so it decides.
+On GPUs and with `portable` kernels, data-parallel collectives overlap with passes, here and in a run
+(`stages.models.gradient_buffers`). Gradients overlap with the last micro-batch's backward pass, and gathered weights
+with the next minibatch's first forward pass. One bucket of gradients and one bucket of weights overlap with nothing.
+The weights that are gathered after the last minibatch overlap with nothing either. A collective costs only the seconds
+by which it is longer than the pass beside it. Collective and pass are compared at the hardware's peaks. The first stage
+of a pipeline ends its pass last, so it decides.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
 al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,

@@ -5,7 +5,8 @@
         └── look again until the deadline              │
              the connection ends, the run is over, or a signal comes ──► kill the worker process and end
 
-The worker process ends when this process ends, and this process ends when the driver ends, even by a kill.
+The worker process ends when this process ends, and this process ends when the driver ends. This also holds if the
+process that ends first is killed.
 
 **Joining.** The worker describes itself and its host, and the driver's scheduler decides
 (`driver/attached_workers.py`):
@@ -427,7 +428,7 @@ class JoinRequest:
     process: int
     """Process id of `stageline worker` on its host."""
     clock: float
-    """Time by the clock of its host, in seconds since the epoch."""
+    """Time of the request by the clock of the worker's host, in seconds since the epoch."""
     versions: dict[str, str]
     gpus: list[str]
     """UUIDs of the GPUs that the worker sees. The index of a GPU is its position in this list."""
@@ -436,7 +437,8 @@ class JoinRequest:
     wrote: str
     """Name of the file that the worker wrote into the run's `attached` directory, for the driver to read."""
     board_free: int
-    """Bytes for published weights on its host: the free bytes, plus the bytes that this run's weights take already."""
+    """Bytes for published weights on the worker's host: the free bytes, plus the bytes that this run's weights take
+    already."""
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> JoinRequest:

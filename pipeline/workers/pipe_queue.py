@@ -1,5 +1,5 @@
-"""A queue between two processes without semaphores. This module imports only the standard library, because a worker
-process imports it before its environment is set."""
+"""A queue between two processes that needs no semaphores. This module imports only the standard library, because a
+worker process imports it before its environment is set."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
                                           └─ sampler_logprobs and token_versions as recorded, for the correction
 
 Each step runs in this process, in the pipeline's order, and shard by shard where the pipeline works by shards. So a
-variant whose settings do not differ ends with the same bits as the recorded run.
+variant with the settings of the recorded run ends with the same bits as that run.
 """
 
 from __future__ import annotations

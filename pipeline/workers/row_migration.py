@@ -14,9 +14,9 @@ the scheduler or the driver.
                     connection lost or silent:                 connection lost: drops it
                     continues it itself
 
-Until the row is taken out, the death of either side changes nothing for it. From then on the source keeps everything
-that it needs to continue the row, since it commits the row's shard. When the connection ends, each side acts alone, and
-what the target still computes is discarded. Arrays are sent as frames, without a copy.
+If either side dies before the row is taken out, the effect on the row is the same as without a migration. After that,
+the source keeps everything that it needs to continue the row, since it commits the row's shard. When the connection
+ends, each side acts alone, and what the target still computes is discarded. Arrays are sent as frames, without a copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Make every update happen exactly once per version (law 3 of docs/architecture.md).
 
 The resident policy and critic each have a version. Before a node that needs version i runs, `model_at` brings the model
-to it. Usually that is a no-op. If this process is new, or an update failed half-way, it loads the newest checkpoint
-c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. A replayed update must give the
-digest that its commit holds.
+to this version. Usually the model has it already. If this process is new, or an update failed half-way, it loads the
+newest checkpoint c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. A replayed
+update must give the digest that its commit holds.
 
     newest checkpoint c ──► saved with the digest that update c-1 committed? ──► every byte verified? ──► loads? ──►
     digest of the weights as saved? ──► updates c .. i-1

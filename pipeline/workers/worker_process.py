@@ -182,7 +182,8 @@ def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, floa
 
 
 def worker_threads(gang: Gang, waiting: int = 0) -> int:
-    """Return the number of tasks that a worker runs at once: its nodes, and in a pool `waiting` more."""
+    """Return the number of tasks that a worker runs at once. These are its nodes. In a pool, `waiting` tasks are added,
+    for shards that only wait for rows in other replicas."""
     return gang.max_running_nodes if gang.is_ordered else gang.max_running_nodes + waiting
 
 

@@ -39,7 +39,7 @@ _FORMAT = b'{\n "format": %d,' % FORMAT
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """Type of a committed array, and the CRC-32 of its bytes in C order, little-endian."""
+    """Type and shape of a committed array, and the CRC-32 of its bytes (in C order, little-endian)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,8 +58,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The facts about a node's work that are known before the work is done. `provenance_here` returns the provenance of
-    work in this process."""
+    """How an output was made: from which inputs, with which weights, seed and config, and by which process.
+    `provenance_here` returns the provenance of work in this process."""
 
     inputs: tuple[Input, ...]
     weight_versions: tuple[int, ...]

@@ -125,7 +125,8 @@ def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 
 def loopback_only() -> dict[str, str]:
     """Return the environment under which gloo and NCCL listen on the loopback interface alone. Without it, gloo listens
-    on the address that the host's name resolves to, and NCCL on the first interface. Neither checks who connects."""
+    on the address that the host's name resolves to, and NCCL on the first interface. Neither library checks who
+    connects."""
     name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 

@@ -223,7 +223,7 @@ class Ledger:
             return segment
 
     def _closed_addresses(self, first: int, stage: str | None) -> Iterable[Address]:
-        """Return the addresses in a segment, cached by stage."""
+        """Return the addresses in a segment: all, or the addresses of one stage, which are cached."""
         if (first, stage) not in self._of_stage:
             segment = self._segment(first)
             places = segment.places.keys() if segment is not None else ()

@@ -56,7 +56,7 @@ class Template:
 
     metadata: bytes
     dtype: np.dtype[Any]
-    """Little-endian."""
+    """Type of the stored numbers, little-endian."""
     chunk: tuple[int, ...]
     """Shape of an inner chunk."""
     num_chunks: int

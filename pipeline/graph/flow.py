@@ -105,8 +105,8 @@ class Flow:
             self.advance()
 
     def _update_window(self, node: Node) -> None:
-        """Update the window after a commit: readers of weights, updates, finished steps. Admits nothing: `advance` does
-        that in a loop, because a resumed run may find thousands of committed steps."""
+        """Update the window after a commit: readers of weights, updates, finished steps. This method admits no steps.
+        `advance` does that in a loop, because a resumed run may find thousands of committed steps."""
         step = step_of_node(node)
         if self._reopened:
             self._reopened.discard(node.address)

@@ -64,7 +64,7 @@ class Costs:
     cluster: HardwareCluster
     calibration: Calibration
     prompt_tokens: float
-    """Mean length of a prompt."""
+    """Mean number of tokens of a prompt."""
     gangs: Mapping[str, Gang]
     models: Mapping[str, GangSpeed]
     """Gang's name -> its models and peaks. Only gangs that hold models are listed."""

@@ -26,7 +26,7 @@ Numbers = Any
 LAUNCH_S = 6.6e-6
 """Seconds of a collective before its first hop (NCCL, src/graph/tuning.cc: baseLat, ring, LL)."""
 _PCIE_LATENCY_S = 1.0e-6
-"""Seconds of a hop over PCIe (the same file: hwLat, PCI, ring, LL)."""
+"""Seconds of a hop over PCIe (NCCL, src/graph/tuning.cc: hwLat, PCI, ring, LL)."""
 
 
 @dataclass(frozen=True)

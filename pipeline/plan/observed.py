@@ -39,7 +39,7 @@ class Observed:
     seconds: float
     """Seconds of work: less than the time from its start to its end if it had to share cores."""
     lengths: Sequence[int]
-    """Tokens of the responses that the node worked on."""
+    """Number of tokens of each response that the node worked on."""
     worker: str = ""
     start_s: float = 0.0
     """Time at which the node began, after its engine had loaded new weights, on the clock of work (`cores`)."""
@@ -73,7 +73,7 @@ class ObservedRun:
     steps: int
     """Number of steps that have ended."""
     prompt_tokens: float
-    """Mean length of a prompt."""
+    """Mean number of tokens of a prompt."""
     drafted: DraftedPasses | None
     """Tokens that rows gained in a pass, and tokens drafted for them. None if the run had no speculation."""
     gpu: str
@@ -101,7 +101,7 @@ def observe(
     cores: int | None = None,
 ) -> ObservedRun:
     """Return the nodes that a run executed, from its history and its journal's events. `cores`: number of cores that
-    all its workers shared. None: each worker had enough. Raises StoreError if rows cannot be read."""
+    all its workers shared. None: each worker had enough cores. Raises StoreError if rows cannot be read."""
     log = list(events)
     boxes, driver_s = [box for box in read_boxes(log) if box.rank == 0], _driver_s(log)
     last = {box.address: box for box in boxes}  # of several attempts the last one was committed

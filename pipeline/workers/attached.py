@@ -609,12 +609,12 @@ def interface_address(interface: str) -> str | None:
 
 
 def interfaces() -> list[str]:
-    """Return the interfaces that have an address."""
+    """Return the names of the interfaces that have an IP address."""
     return sorted(name for name in psutil.net_if_addrs() if interface_address(name) is not None)
 
 
 def interface_with(address: str) -> str | None:
-    """Return the interface that has an address; None if none has."""
+    """Return the name of the interface that has this address; None if no interface has it."""
     names = (
         name for name, addresses in psutil.net_if_addrs().items() if any(one.address == address for one in addresses)
     )
@@ -624,7 +624,7 @@ def interface_with(address: str) -> str | None:
 # ---- reason of an end ------------------------------------------------------------------------------------------
 
 _MAX_REASON_CHARS = 500
-"""Longest reason in characters, because it becomes part of an event."""
+"""Maximum number of characters of a reason. It is limited because the reason becomes part of an event."""
 
 
 def write_exit_reason(log: str | None, reason: str) -> None:

@@ -215,7 +215,7 @@ class MigrationOrder:
     gang: str
     index: int
     incarnation: int
-    """Incarnation of the source. A process of another incarnation does not answer."""
+    """Incarnation of the source. A process of another incarnation does not carry out the order."""
     target: str
     """Dask address of the replica that receives the rows."""
     rows: tuple[MigrationRequest, ...]

@@ -63,7 +63,7 @@ class TransferStats:
 
 
 class Fetcher(Protocol):
-    """The part of a `WeightMirror` that a runtime uses."""
+    """The methods of a `WeightMirror` that a runtime uses."""
 
     def fetch(self, version: int) -> None: ...
 

@@ -45,8 +45,9 @@ def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
 
 @dataclass
 class EvaluationPromptsConfig:
-    """A source of prompts for evaluations alone. All of its prompts are evaluated, and all prompts of `prompts.url` are
-    trained on. `prompts.opening_tokens`, `prompts.max_tokens` and `prompts.too_long` apply to this source, too."""
+    """A source of prompts for evaluations alone. All of its prompts (up to `max`) are evaluated, and all prompts of
+    `prompts.url` are trained on. `prompts.opening_tokens`, `prompts.max_tokens` and `prompts.too_long` apply to this
+    source, too."""
 
     url: str | None = None
     """Source, as `prompts.url`; null: the evaluated prompts are held out of `prompts.url`."""

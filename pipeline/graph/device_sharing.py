@@ -45,7 +45,8 @@ class DeviceSharing:
         self._group_of = {gang: group for group in self._groups for gang in group.gangs}
 
     def may_use_devices(self, gang: str) -> bool:
-        """Return True if the gang owns its devices, or holds the shared ones and is not about to hand them over."""
+        """Return True if the gang shares its devices with no other gang, or holds the shared devices and is not about
+        to hand them over."""
         group = self._group_of.get(gang)
         return group is None or (group.holder == gang and group.handover is None)
 

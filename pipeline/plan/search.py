@@ -14,9 +14,9 @@ Lower bounds of the mean step time. Each bound holds for every schedule:
     latency  with a staleness bound of eta, publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain
              of nodes that moves the run on by eta + 1 steps
 
-So the result is the best plan of the space if no combination was left out and the bounds ended the search
-(`Found.exact`). Response lengths are drawn once and used in every step of every plan, so no plan is better because of
-luckier draws. No I/O, no clock.
+So the result is the best plan of the space if no combination was left out, all bounds are exact, and the bounds ended
+the search (`Found.exact`). Response lengths are drawn once and used in every step of every plan, so no plan is better
+because of luckier draws. No I/O, no clock.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class WorkerSpec:
 
     gang: str
     index: int
-    """Rank of an ordered gang, replica of a pool."""
+    """Rank in an ordered gang, or number of the replica in a pool."""
     size: int
     """Number of ranks of the gang; 1 for a pool's replica."""
     incarnation: int

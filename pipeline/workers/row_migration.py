@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # they import torch, which the driver does not load
     from stages.engines.embedded.migration import AcceptedRows, CopiedPart
 
 MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"
-"""Names of the Dask handlers: of migration orders, and of rows that arrive."""
+"""Names of two Dask handlers: one for migration orders, and one for rows that arrive."""
 _BEAT_S = 1.0
 """Seconds between heartbeats."""
 

@@ -5,8 +5,8 @@
     attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
 In an object store each request takes a round trip, so the files of an attempt are one object there
-(`...-1f6c2a9b.packed`). Such an object is not renamed: its files are written once more, at their chunk keys, and then the
-object is removed.
+(`...-1f6c2a9b.packed`). Such an object is not renamed: its files are written once more, at their chunk keys, and then
+the object is removed.
 
 Writing is a write-ahead log of files (law 2 of docs/architecture.md):
 

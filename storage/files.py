@@ -247,7 +247,8 @@ def remove_empty(root: Root, keys: Iterable[str]) -> None:
 
 
 def keys(root: Root) -> Iterator[str]:
-    """Yield the keys of all files below the root, sorted, without temporary files."""
+    """Yield the keys of all files below the root, sorted, without files whose name begins with a dot (such
+    as temporary files)."""
     if root.fs is None:
         paths = [os.path.join(d, name) for d, _, names in os.walk(root.path) for name in names]
     else:

@@ -79,7 +79,8 @@ from storage.records import RECORD_TYPES, Record, check_finite, check_logprobs, 
 from storage.shards import GROUP_METADATA, Template, encode_whole, group_metadata, is_group, make_template, shards_of
 
 EVALUATE = "evaluate"
-"""Stages whose names begin with this have their own groups and layout: one group per evaluated version."""
+"""Prefix of the names of evaluation stages. Their outputs are not in a step's group. All of them share one group per
+evaluated version, with a layout of its own."""
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 """Errors that Zarr raises when it reads a missing or damaged array."""

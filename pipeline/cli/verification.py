@@ -318,7 +318,8 @@ def check_checkpoints(run: RunContent) -> Answer:
 
     - Its files have the recorded CRCs.
     - Its pickles hold only data.
-    - Its digest equals the digest that the update of its version committed.
+    - The digest of its weights equals the digest that was committed by the update that made this version (unless this
+      commit is gone and no longer needed).
 
     A run whose newest checkpoint is damaged resumes from the checkpoint before it."""
     faults, counted = [], 0

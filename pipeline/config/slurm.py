@@ -113,7 +113,7 @@ class SlurmConfig:
     """More options of sbatch for the whole job (`--qos=long`, `--constraint=h100`); in a heterogeneous job, for every
     component."""
     template: str | None = None
-    """Template of the script; null: Stageline's slurm/run.sbatch."""
+    """Path of the script's template; null: Stageline's slurm/run.sbatch."""
     gangs: dict[str, SlurmGangConfig] = field(default_factory=dict)
     """Nodes and resources by gang."""
 

@@ -65,7 +65,8 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     uncorrected_errors: int
-    """Number of memory errors that could not be corrected. It is 0 if the GPU does not count them."""
+    """Number of memory errors, since the driver was loaded, that could not be corrected. It is 0 if the GPU does not
+    count them."""
 
 
 def driver(settings: DoctorSettings) -> Finding:

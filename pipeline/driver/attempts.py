@@ -239,9 +239,11 @@ class Attempts:
             self._settle_attempt(attempt)
 
     def on_worker_down(self, worker: WorkerKey, suspect: bool) -> None:
-        """Run the nodes of a suspect or lost worker again. A suspect's attempts are abandoned, but their outcomes still
-        count. If the worker is lost, all attempts and results of the workers that are restarted with it are lost
-        too."""
+        """Run the nodes of a suspect or lost worker again.
+
+        An attempt on a suspect goes on, and its node is done as soon as any of its attempts has committed. A lost
+        worker is restarted together with others (`restart_unit`). The attempts and results of all these workers are
+        lost."""
         reset = self._context.dispatch.on_worker_down(*worker)
         if suspect:
             self._reset_nodes(reset, abandon_on=worker)

@@ -151,12 +151,12 @@ def decode_speed(
     drafts_per_pass: float = 0.0,
     row_calls: float = 0.0,
 ) -> DecodeSpeed:
-    """Return the roofline of a replica.
+    """Return the seconds that the passes of a replica take at the hardware's peaks.
 
     Args:
         flops: peak rate of one rank, in FLOP/s.
         bytes_per_s: peak memory bandwidth of one rank.
-        number_bytes: bytes of a weight, a key or a value.
+        number_bytes: bytes of one number of the weights, keys and values.
         tensor, pipeline: numbers of tensor-parallel ranks and of pipeline stages.
         groups: number of groups of rows that are in the pipeline's stages at once.
         kv_bytes: memory for keys and values of all ranks together. Each rank has an equal part.

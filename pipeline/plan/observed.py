@@ -217,8 +217,8 @@ def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int
 
 
 def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return the seconds from the end of a node's last parent to the node's start, for each node whose worker had ended
-    all its earlier nodes when that parent ended."""
+    """Return, for nodes in `kept`, the seconds from the end of the node's last parent to the node's start. Only nodes
+    count whose worker was idle when that parent ended."""
     ends = {box.address: box.end_s for box in boxes}
     by_worker: dict[str, list[Box]] = {}
     for box in boxes:

@@ -39,7 +39,7 @@ class WorkerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class MirrorSpec:
-    """The board of published weights on a host, and the worker from which the host gets missing versions."""
+    """The board of published weights on a host, and the worker that is asked first for missing versions."""
 
     board: str
     """Directory of the host's board."""

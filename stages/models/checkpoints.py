@@ -363,8 +363,9 @@ def _axis(name: str, parameter: Tensor) -> int | None:
 def _cut(
     kind: str, piece: Piece, parameter: Tensor, tensor: Tensor, start: int, replica: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the shards of `tensor` that lie in a piece of the parameter. `tensor` has the parameter's elements from
-    `start` on."""
+    """Cut the elements that `tensor` shares with `piece` into rectangles, and yield each as a ShardedTensor without
+    padding columns. `tensor` holds this rank's elements of the flattened parameter, from index `start` on. `kind`:
+    prefix of the key. `replica`: number of this copy of the elements; only copy 0 is written."""
     columns, flat = parameter.numel() // parameter.shape[0], tensor.view(-1)
     first = max(start, piece.first_row * columns)
     last = min(start + flat.numel(), (piece.first_row + piece.num_rows) * columns)

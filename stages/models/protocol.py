@@ -87,8 +87,8 @@ class CriticBatch:
 
 class ModelHost(Protocol):
     """Owns this rank's models. The policy and the critic in its memory (the *resident* models) each have a version (the
-    number of updates made) and a `dirty` flag. An update or a failed `load` sets the flag; `mark_clean` or a successful
-    `load` clears it. Calls that run, train, save, publish or export a dirty model raise StateError."""
+    number of updates made) and a `dirty` flag. An update or a failed `load` may set the flag; `mark_clean` or a
+    successful `load` clears it. Calls that run, train, save, publish or export a dirty model raise StateError."""
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
         """Return a context for calls that every rank must make. `where` names the graph node of these calls, for

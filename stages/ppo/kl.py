@@ -47,14 +47,13 @@ def token_kl_loss(
 ) -> Float[Tensor, "rows seq"]:
     """Return `token_kl` as a loss term: the same numbers, with a gradient in `new_logprobs` that lowers the KL.
 
-        k2:  d k2 = d * grad log pi                 expectation under pi: grad KL(pi || pi_ref)
-        k3:  d k3 = (1 - exp(-d)) * grad log pi     expectation under pi: grad KL(pi_ref || pi)
-        k1:  d k1 = grad log pi                     expectation under pi: ZERO, it would train nothing
+        grad k2 = d * grad log pi                   mean over pi: grad KL(pi || pi_ref)
+        grad k3 = (1 - exp(-d)) * grad log pi       mean over pi: grad KL(pi_ref || pi)
+        grad k1 = grad log pi                       mean over pi: 0, it would train nothing
 
-    Because the gradient of k1 trains nothing, k1 keeps its value and takes the gradient of k2. Values and expectations
-    hold for tokens drawn from the current policy. For tokens drawn from mu, `losses.policy_loss` weights each term with
-    rho = pi / mu.
-    """
+    where d = new_logprobs - ref_logprobs. Because the gradient of k1 trains nothing, the loss of k1 has the value of k1
+    and the gradient of k2. The means are over tokens drawn from the current policy. For tokens drawn from mu,
+    `losses.policy_loss` weights each term with rho = pi / mu."""
     value = token_kl(new_logprobs, ref_logprobs, estimator)
     if estimator != "k1":
         return value

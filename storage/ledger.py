@@ -114,31 +114,28 @@ class Ledger:
         the caller discards its own output. `before` writes the output, and ends before the commit exists; if it raises,
         nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
-        # if the answer was lost, `write_new` returns False for a file that this call has created
         is_ours = files.write_new(self._root, _key(commit.address), data, before)
-        winner = commit if is_ours else self.find(commit.address)
-        if winner is not None and winner.attempt == commit.attempt:
-            if not self.withdraw_late(commit):
-                self._remember(winner)
-                return winner
-            winner = self.find(commit.address)
+        winner = self.closed_winner(commit.address) or (commit if is_ours else self.find(commit.address))
         if winner is None:
             raise StoreError(f"the commit record of {commit.address} in {self.url} was there and is gone")
+        self._remember(winner)
         return winner
 
-    def withdraw_late(self, commit: Commit) -> bool:
-        """Return True if the segment of the commit's step has the record of another attempt, so that the commit came
-        too late. Its own record is then removed. A late attempt can create one, because the name of the first record's
-        file is free again."""
-        closed = self._closed(commit.address)
-        if closed is None or decode(closed, segment_key(first_step(commit.address.step))).attempt == commit.attempt:
-            return False
-        key = _key(commit.address)
+    def closed_winner(self, address: Address) -> Commit | None:
+        """Return the commit at an address from the segment of its step; None if there is none. Remove the record of a
+        late attempt, which can create a file at this address because the name of the first record's file is free again.
+        Raises DamagedCommit."""
+        closed = self._closed(address)
+        if closed is None:
+            return None
+        key = _key(address)
+        winner = decode(closed, self._root.at(segment_key(first_step(address.step))))
         single = files.read(self._root, key)
-        if single is not None and decode(single, key).attempt == commit.attempt:
+        # another driver may have reopened the segment, so that the single file has the winner's record
+        if single is not None and not (is_whole(single) and decode(single, key).attempt == winner.attempt):
             files.remove(self._root, key)
-        self.forget([commit.address])
-        return True
+        self._remember(winner)
+        return winner
 
     def list(self, stage: str | None = None) -> Commits:
         """Return all commits, or the commits of one stage, ordered by (stage, step, shard)."""
@@ -234,7 +231,9 @@ class Ledger:
 
     def _remove_closed(self, addresses: Iterable[Address]) -> None:
         """Remove the files of records that are in segments."""
-        keys = [_key(address) for address in addresses if self._closed(address) is not None]
+        closed = [address for address in addresses if self._closed(address) is not None]
+        self.forget(closed)
+        keys = [_key(address) for address in closed]
         for key in keys:
             files.remove(self._root, key)
         files.remove_empty(self._root, {os.path.dirname(key) for key in keys})

@@ -225,9 +225,7 @@ class RolloutStore:
         """
         settled, before = 0, self.dropped_before()
         for address, attempt in self.attempts():
-            commit = self._ledger.find(address)
-            if commit is not None and self._ledger.withdraw_late(commit):
-                commit = self._ledger.find(address)
+            commit = self._ledger.closed_winner(address) or self._ledger.find(address)
             if commit is not None and commit.attempt == attempt and not dropped(address, before):
                 try:
                     self.settle(commit)
@@ -256,15 +254,19 @@ class RolloutStore:
         return [attempt for attempt in map(of_attempt_key, found) if attempt is not None]
 
     def finalise(self) -> None:
-        """Move the files of all committed attempts to their chunk keys, and remove all attempts. For a driver at the
-        end, when every node has its commit and no worker is running."""
+        """Move the files of all committed attempts to their chunk keys, and remove all attempts. Nothing is removed if
+        the object of a committed attempt is damaged (`recover`). For a driver at the end, when every node has its
+        commit and no worker is running."""
         self.recover()
-        files.remove_tree(self._run, "attempts")
+        commits = ((self._ledger.find(address), attempt) for address, attempt in self.attempts())
+        if not any(commit is not None and commit.attempt == attempt for commit, attempt in commits):
+            files.remove_tree(self._run, "attempts")
 
     def read(self, address: Address) -> Any:
         """Return the committed record, in the type that was written. Raises MissingOutput if nothing is committed, or
         if the commit has no arrays. Raises DroppedOutput if the arrays were deleted. Raises StoreError, naming array
-        and address, if an array is missing or damaged."""
+        and address, if an array is missing or damaged, or naming the object, if it is in an attempt's damaged
+        object."""
         commit = self._ledger.get(address)
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")

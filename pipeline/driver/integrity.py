@@ -93,7 +93,6 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
             and finished segments closed.
     """
     ledger = history.ledger
-    ledger.remove_closed_records()
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
     closed = ledger.closed_until()
     lost = unneeded_outputs(history, stored.checkpoints(), set(ledger.addresses(from_step=closed)), closed)

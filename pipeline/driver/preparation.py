@@ -291,6 +291,8 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     rewind = None
     warnings = [*device_notes(config, gpus_here(), os.cpu_count() or 1), *config.judge_notes()]
     aside: dict[Address, str] = {}
+    if resume:
+        history.ledger.remove_closed_records()
     if from_checkpoint:
         aside = quarantine_damaged_commits(history.ledger, stored)
         history.store.recover()

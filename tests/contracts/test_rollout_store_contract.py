@@ -219,7 +219,7 @@ class StoreContract:
         self, store: RolloutStore, ledger: Ledger, url: str, settled: bool
     ) -> None:
         """The record's file name is free again once its step is in a segment. The late process dies right after it has
-        created the file. The first attempt's files may not have moved yet."""
+        created the file. The first attempt's files may not have moved yet, and a second late attempt may follow."""
         address, late = Address("score", 0), Scores(np.ones(ROWS, np.float32))
         first = Scores(np.arange(ROWS, dtype=np.float32))
         original = store.prepare(address, first, PROVENANCE, attempt="a0-11111111")
@@ -227,12 +227,18 @@ class StoreContract:
         if settled:
             store.settle(original)
         ledger.close(0, [address])
-        shadow = encode(store.prepare(address, late, PROVENANCE, attempt="a1-22222222"))
-        assert files.write_new(files.open_root(f"{url}/ledger"), f"{address}.json", shadow)
-        reader = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
-        assert reader.recover() == (not settled)
+
+        def create_and_die(attempt: str) -> None:
+            record = encode(store.prepare(address, late, PROVENANCE, attempt=attempt))
+            assert files.write_new(files.open_root(f"{url}/ledger"), f"{address}.json", record)
+
+        create_and_die("a1-22222222")
+        second = store.prepare(address, late, PROVENANCE, attempt="a2-33333333")
+        assert Ledger(f"{url}/ledger").commit(second) == original
+        create_and_die("a3-44444444")
+        assert store.recover() == (not settled)
         assert self.attempts(url) == []
-        assert_same(reader.read(address), first)
+        assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), first)
 
     def test_a_late_commit_does_not_win(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
         address, first = Address("score", 0), Scores(np.arange(ROWS, dtype=np.float32))

@@ -217,6 +217,7 @@ class MigratingEngine(EmbeddedEngine):
         with self.between_batches():
             began = time.perf_counter()
             self.check_awake()
+            self._num_stored(part.key)  # drops parts of other weights
             stored = self._stored.setdefault(part.key, _StoredParts(part.version, []))
             problem = self._problem(part, stored)
             blocks = self.store_cache(part.cache) if problem is None and part.cache is not None else []

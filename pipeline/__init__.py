@@ -1,2 +1,2 @@
-"""The order in which stages run, the workers that run them, and the staleness of their data: config, graph, executor,
-tracking and command line. Imports stages and storage."""
+"""The part of Stageline that runs the stages: it orders them, chooses their workers, and bounds the staleness of their
+data. Contents: config, graph, driver, workers, plan, tracking and command line. Imports stages and storage."""

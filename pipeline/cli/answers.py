@@ -105,7 +105,7 @@ def print_note(text: str) -> None:
 
 
 def print_error(label: str, text: str, code: int) -> int:
-    """Print one message on stderr, without folding its lines, and return the exit code."""
+    """Print one message on stderr, without folding its lines, and return `code`, the command's exit code."""
     Console(stderr=True).print(
         Text.assemble((label, "bold red"), " ", escape_control_characters(redacted_text(text))), soft_wrap=True
     )
@@ -116,8 +116,8 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
     """Return the path of an output file that the user gave with an option.
 
     Raises:
-        ConfigError: the path does not end in `suffix`, its parent directory does not exist, or it is a directory. Or
-            the file exists and `replaces` is False."""
+        ConfigError: the path is a directory or does not end in `suffix`, or its parent directory does not exist. Or the
+            path is a file that exists, and `replaces` is False."""
     file, refused = Path(given), f"given {given!r}"
     if file.suffix != suffix:
         raise ConfigError(option, f"{refused}; a name that ends in {suffix}")
@@ -149,7 +149,8 @@ INTERRUPTED = 130
 DRIVER_LOST = 4
 """Exit code of `stageline worker`: the driver disappeared. The worker may be started again to join the next driver."""
 RESUMABLE = 75
-"""Exit code of a cluster's job (EX_TEMPFAIL of sysexits.h): it ended early, and continues when it is started again."""
+"""Exit code of a cluster's job (EX_TEMPFAIL of sysexits.h). The job ended early, and continues when it is started
+again."""
 
 
 # ---- sources ---------------------------------------------------------------------------------------------
@@ -199,7 +200,8 @@ def read_submitted_config(run_dir: str) -> RunConfig:
 
 
 def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the result of `read_saved_config`. To be called if this process will use code or weights of the run.
+    """Return the result of `read_saved_config`, after a check that no other account can change the run's directory. Use
+    this function if the process will use code or weights of the run.
 
     Raises:
         ConfigError: another account can change the run's directory, or `read_saved_config` raised it.
@@ -210,10 +212,11 @@ def read_trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfi
 
 def read_saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: bool = False) -> RunConfig:
     """Return the config in a run's directory, with key=value changes. If config.yaml is lost, or this user may not read
-    it, take the settings from identity.json.
+    it, the settings come from identity.json. `name` and `runs_dir` are set to the place where the directory is now.
 
     Raises:
-        ConfigError: the directory holds no run, or a variant while `variants` is False; or the config is damaged.
+        ConfigError: the directory holds no run, or the config is damaged. Or the directory holds a variant (trained on
+            the rollouts of another run), and `variants` is False.
         StoreError: identity.json is needed, and is damaged.
     """
     paths = RunPaths(Path(run_dir))

@@ -92,7 +92,7 @@ def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster
 
     Raises:
         ConfigError: the step time is not above 0, the config does not fit on the cluster, or an efficiency would be
-            above 1 or too small."""
+            above 1 or below `LEAST_EFFICIENCY`."""
     seconds: float = options.step_seconds
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(STEP_SECONDS, f"given {seconds:g}; must be above 0")
@@ -118,7 +118,8 @@ def read_observed_run(run_dir: str, cluster: HardwareCluster) -> ObservedRun:
 
 
 def read_planned_run(config: RunConfig, *, on_gpus: bool) -> PlannedRun:
-    """Return a run with the architectures of its models. The files of the weights need not exist."""
+    """Return the run that a config describes, with the architectures of its models. The files of the weights need not
+    exist."""
     models = role_models(config, read_model("model.path", config.model.path, weights=False), weights=False)
     return planned_run(config, models, on_gpus=on_gpus)
 

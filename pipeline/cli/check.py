@@ -193,8 +193,10 @@ def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostM
 
 
 def _check_on_target(config: RunConfig, target: str, text: str) -> int:
-    """Check a config against another cluster, print its placement and predicted memory, and return the exit code.
-    Raises ConfigError if the run does not fit on the cluster."""
+    """Check a config against the cluster of `--as`, print its placement and predicted memory, and return the exit code.
+    Raises ConfigError if the run does not fit on the cluster.
+
+    `target`: the config's name in the last printed line. `text`: the cluster, such as `16x8xH100-80`."""
     cluster = read_cluster(text)
     checked = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"
@@ -227,7 +229,7 @@ def _placement_rows(config: RunConfig, target: TargetCheck) -> Iterator[tuple[st
 
 
 def _gpu_numbers_text(gpus: Sequence[int]) -> str:
-    """Return numbers of GPUs in words: `0-7`, or `0, 2`."""
+    """Return GPU numbers as text: `0-7` for three or more numbers without a gap, otherwise a list such as `0, 2`."""
     known = sorted(set(gpus))
     whole = len(known) > 2 and known == [*range(known[0], known[-1] + 1)]
     return f"{known[0]}-{known[-1]}" if whole else ", ".join(map(str, known))

@@ -61,7 +61,7 @@ def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
 
 class CachedRunView:
     """A function that returns the view of a run, and caches it. The run's directory is read again when the size of its
-    journal has changed."""
+    journal has changed. Whether a driver is running is looked up at each call."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config

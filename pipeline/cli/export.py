@@ -44,7 +44,7 @@ def export_rollouts(config: RunConfig, path: Path) -> int:
     """Write every row of a run, with text and numbers, to a Parquet file. Return the number of rows.
 
     Raises:
-        ConfigError: the file exists, has another ending, or its directory does not exist.
+        ConfigError: the file exists, does not end in .parquet, or its directory does not exist.
         MissingOutput: the run has no rows.
     """
     checked_output_path("--rollouts", str(path), ".parquet")

@@ -84,9 +84,9 @@ def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
 
 
 def _inspect_row(line: Mapping[str, Any], user_messages: Sequence[str] | None) -> InspectRow:
-    """Return a row for the table. `line`: column of `row_columns` -> value of this row. `user_messages`: the last user
-    message of each prompt, by prompt index. It is shown as the prompt. If it is unknown or empty, the whole prompt is
-    shown."""
+    """Return a row for the table. Its prompt is the last user message, or the whole prompt if that message is unknown
+    or empty. `line`: column of `row_columns` -> value of this row. `user_messages`: the last user message of each
+    prompt, by prompt index."""
 
     def number(name: str) -> float | None:
         value = float(line[name])

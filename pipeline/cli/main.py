@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse arguments. Changes (key=value) may stand both before and after an option, which argparse alone refuses."""
+    """Parse arguments. Changes (key=value) may stand on both sides of an option. argparse alone would refuse them
+    there."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     taken = next((getattr(options, name) for name in ("changes", "sources", "more") if hasattr(options, name)), None)

@@ -87,7 +87,8 @@ def empty_rows() -> StageRows:
 
 def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
     """Return a table with one line per sampled token. Columns: the token's step, row, position in the response (from
-    0), id, text and weight version, the numbers of `TOKEN_COLUMNS`, and `log_ratio` to the reference."""
+    0), id, text and weight version, the numbers of `TOKEN_COLUMNS`, and `log_ratio` (policy log-prob minus reference
+    log-prob)."""
     rollout = rows.rollout
     where, at = np.nonzero(rollout.response_mask)
     ids = rollout.tokens[where, at]
@@ -105,8 +106,8 @@ def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
 
 
 def step_arrays(history: History, steps: Iterable[int], decode: Decode) -> xr.Dataset:
-    """Return every array of these steps, with the dimensions step, row and (for one value per token) token. The text of
-    prompts and responses is added.
+    """Return every array of these steps, and the text of prompts and responses. All arrays have the dimensions step and
+    row. Arrays with one value per token also have the dimension token.
 
     Missing outputs are NaN, -1 or False. All arrays are in memory at once."""
     numbers = [*steps]
@@ -200,7 +201,7 @@ def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decod
 
 def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
     """Return the names of the columns for the parts of the score and for the disagreements. The names are the same in
-    all scored steps. Empty if none of these steps is scored."""
+    all scored steps. Return an empty list if none of these steps is scored."""
     for step in steps:
         commit = history.ledger.find(Address("score", step, 0))
         if commit is not None:
@@ -280,8 +281,8 @@ class OpenedRun:
 
     def tokens(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
         """Return a table with one line per sampled token. Columns: step, row, position (in the response, from 0),
-        token, text, version, sampler_logprob, policy_logprob, ref_logprob, log_ratio (to the reference), entropy,
-        value, reward, advantage, return."""
+        token, text, version, sampler_logprob, policy_logprob, ref_logprob, log_ratio (policy log-prob minus reference
+        log-prob), entropy, value, reward, advantage, return."""
         shards = (shard for step in self._steps_or_all(steps) for shard in read_step_shards(self.history, step))
         return self._join_tables(token_table, shards)
 

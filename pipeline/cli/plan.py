@@ -83,7 +83,8 @@ def _read_inputs(
     options: argparse.Namespace, hardware: str, cluster: HardwareCluster
 ) -> tuple[RunConfig, Calibration, Lengths]:
     """Return the config to plan, the speeds and the lengths of responses. With `--from`, all three come from that run,
-    except for the values that other options give. Raises ConfigError."""
+    except for the values that other options give. Raises ConfigError if an option or a config is wrong, or if options
+    contradict one another."""
     if options.from_run is None:
         if not options.sources:
             raise ConfigError("CONFIG", "none given; a plan needs a config file, or a run (--from RUN)")
@@ -213,8 +214,8 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
 def _verdict(result: Found, price: float) -> Iterator[str]:
     """Yield lines for users about
 
-    - the step times of the best synchronous and the best asynchronous plan,
-    - the smallest price of staleness at which the asynchronous plan is worse,
+    - the step times of the best synchronous and the best asynchronous plan, if both exist,
+    - the smallest price of staleness at which the asynchronous plan is worse, or that it is never better,
     - the number of combinations that fit, the number of combinations that were simulated, and for each reason the
       number of combinations that were left out."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)

@@ -46,8 +46,8 @@ def run(
     Args:
         config: the config. It is checked again, so you may change it after loading. It is not modified.
         callbacks: functions that the driver's process calls. Each is called as `callback(step, metrics)` when a step is
-            over, and as `callback(version, metrics)` with the `eval/` metrics when an evaluation is over. They get
-            copies of the metrics, so they cannot change the run's numbers. An exception in a callback ends the run,
+            over, and as `callback(version, metrics)` with the `eval/` metrics when an evaluation is over. A callback
+            gets copies of the metrics, so it cannot change the run's numbers. An exception in a callback ends the run,
             which can be resumed.
         resume: if the run has begun, continue it, instead of moving it aside or raising ConfigError.
         overwrite: move an earlier run of this name aside even if it has committed updates.

@@ -238,8 +238,8 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """Return the values of the engine's `Capabilities.invariance` on the kinds of devices that the run's engines
-    computed on."""
+    """Return the values of `Capabilities.invariance` that the run's engine has. There may be several, because the run's
+    engines may have computed on several kinds of devices."""
     return {config.capabilities(d).invariance for d in recorded_devices(config, read_identity(config.run_dir))}
 
 
@@ -320,7 +320,7 @@ def update_range(config: RunConfig, text: str) -> range:
     """Return the steps A to B - 1 for a text "A:B".
 
     Raises:
-        ConfigError: the text has another form, the run has fewer steps, an output of these steps is missing, or
+        ConfigError: the text has another form, the run has fewer than B steps, an output of these steps is missing, or
             rollouts were deleted that are needed to rebuild the weights at step A."""
     match = _RANGE.fullmatch(text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
@@ -362,6 +362,9 @@ def replay_updates(config: RunConfig, steps: range) -> int:
 
     Print each update's digest beside the committed digest. At the end print "identical" or the first difference. If the
     run held the model in one process, the model's replay ends after its first difference.
+
+    A difference is a failure only if the run held all trained models in one process and its computations repeat bit for
+    bit. Otherwise digests may differ, and the exit code is 0.
 
     Raises:
         MissingOutput: an input of an update between the checkpoint and `steps` is missing.
@@ -405,8 +408,8 @@ _SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_varianc
 
 @dataclass(frozen=True)
 class _VariantPlan:
-    """The checked inputs of a variant's training. `scratch` is a directory for files that one runtime leaves for the
-    next."""
+    """The checked inputs of a variant's training. `scratch` is a directory for files that one runtime writes and a
+    later runtime reads."""
 
     parent: RunConfig
     variant: RunConfig
@@ -569,7 +572,7 @@ def _publish(host: ModelHost, config: RunConfig, version: int) -> None:
 
 
 def _held_out_scores(plan: _VariantPlan, whose: str) -> dict[int, float]:
-    """Sample and score responses to the held-out prompts. Return the scores by prompt index.
+    """Sample and score responses to the held-out prompts. Return prompt index -> score.
 
     The sampling noise depends on the prompt and not on the policy, so the scores of two policies can be compared in
     pairs."""

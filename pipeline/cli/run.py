@@ -117,7 +117,7 @@ def execute(
 
 def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: bool) -> str | None:
     """Move the directory of an earlier run of this name aside, so that a new run can begin. Return a sentence that says
-    where it is now, or None if nothing was moved.
+    where the earlier run is now, or None if nothing was moved.
 
     - A run without a committed update is moved.
     - A run with a committed update is moved if `overwrite` is True and the user agrees. If `user_agreed` is False, the

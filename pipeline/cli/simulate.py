@@ -32,7 +32,7 @@ from pipeline.plan.scenario import journal_events, scenario_of, trace_events
 from pipeline.plan.simulate import Execution, Failures, Played, Stragglers, play
 
 _MOST_DRAWN = 20_000
-"""Maximum number of executions in a timeline or a trace. Later executions are left out."""
+"""Maximum number of executions of nodes in a timeline or a trace. Later executions are left out."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) ->
 
 def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:
     """Return the distribution of response lengths that a text describes. If `text` is None, all responses have
-    `sampling.max_new_tokens` tokens."""
+    `sampling.max_new_tokens` tokens. `seed`: seed with which lengths are drawn."""
     most = config.sampling.max_new_tokens
     return FixedLengths(most) if text is None else parse_lengths(text, most, seed)
 

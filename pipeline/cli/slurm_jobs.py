@@ -138,7 +138,8 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
-    """Return label -> log file. Without a gang, this is the output of the run's job.
+    """Return label -> log file, for the workers of a gang. `index`: the only worker to return; None: all workers.
+    Without a gang, return only the output of the run's job.
 
     Raises:
         ConfigError: the run has no such gang or worker, an index is given without a gang, or the run has no job."""
@@ -160,7 +161,8 @@ def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str
 
 
 def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
-    """Print the last complete lines of a file. Return the offset after them, or 0 if the file does not exist."""
+    """Print the last complete lines of a file. Return the offset after them, or 0 if the file does not exist. `name`:
+    the file's label, printed before each line if `several` files are printed. `lines`: maximum number of lines."""
     if not file.exists():
         return 0
     last: deque[bytes] = deque(maxlen=lines)
@@ -178,7 +180,7 @@ def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
 
 def _print_from(name: str, file: Path, offset: int, several: bool) -> int:
     """Print the complete lines of a file from an offset on. Return the offset after them, or 0 if the file does not
-    exist. A file that became shorter is read from its beginning."""
+    exist. A file that became shorter is read from its beginning. `name` and `several`: as in `_print_end`."""
     if not file.exists():
         return 0
     with file.open("rb") as content:

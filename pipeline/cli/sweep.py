@@ -116,8 +116,8 @@ def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoin
 
 
 def _parsed_value(value: str) -> str:
-    """Return a text of the value that the config would read, so that 0 and 00 count as equal. Invalid YAML is returned
-    unchanged, because it is refused later."""
+    """Return the value that the config would read from a text, as a text itself. Equal values give equal texts: 0 and
+    00, for example. Invalid YAML is returned unchanged, because it is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports

@@ -44,8 +44,8 @@ Answer = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Facts about a rollout. They are kept instead of its arrays, because the rollouts of a long run do not fit into
-    memory."""
+    """Facts about a rollout. The facts are kept and the arrays are not, because the rollouts of a long run do not fit
+    into memory."""
 
     numbers: tuple[int, ...]
     tokens: int
@@ -284,7 +284,7 @@ def check_weights(run: RunContent) -> Answer:
     - The commit of each publication has a digest of the published weights.
     - The publication of version v > 0 has among its inputs the update that made v, with this update's committed
       content.
-    - Each update has among its inputs the update before it, in the same way, back to the start weights.
+    - Each update except the first has among its inputs the update before it, with that update's committed content.
     """
     faults: list[str] = []
     chains: list[str] = []

@@ -18,7 +18,7 @@ EXIT_CODES = {
 
 
 def command(options: argparse.Namespace) -> int:
-    """Join the run as a worker until the run or the worker ends. Return the exit code."""
+    """Work for the run until the run or the worker ends. Return the exit code."""
     run_dir, file = options.run_dir, options.scheduler_file
     if (run_dir is None) == (file is None):
         return print_error("refused", "worker: give a run's directory or --scheduler-file, one of the two", BAD_INPUT)

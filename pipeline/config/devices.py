@@ -124,8 +124,8 @@ def devices_of_joining_worker(
     share: bool,
     device_sharing: DeviceSharing = (),
 ) -> tuple[int, ...] | str:
-    """Return the GPUs of a worker that joins a running cluster, as indices into `visible_gpus`, or the reason why it
-    cannot get GPUs. The result is empty if the worker needs no GPUs or sees none.
+    """Return the GPUs of a worker that joins a running cluster, as indices into `visible_gpus`. If the worker cannot
+    get GPUs, return the reason as a text. Return no indices if the worker needs no GPUs or sees none.
 
     Args:
         visible_gpus: identities of the GPUs that the worker sees. Two workers may see the same GPU.
@@ -161,9 +161,13 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide the units of a host into units that get GPUs of their own, and units of gangs that use the GPUs of another
-    gang, their leader. Return two lists: the units of the first kind, and for each gang with a leader the pair (name of
-    the leader, units of the gang)."""
+    """Divide the units of a host into two lists, and return both. In each group of gangs that share devices, the gang
+    that needs the most GPUs is the leader.
+
+    - The first list has the units that get GPUs of their own: the leaders' units, and all units of gangs outside of the
+      groups.
+    - The second list has a pair for each other gang of a group: the name of its leader, whose GPUs it uses, and its
+      units."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}

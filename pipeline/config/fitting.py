@@ -167,7 +167,7 @@ def _device_problem(
 
 
 def _largest(items: Mapping[str, int]) -> str:
-    """Return the names and sizes of the three largest items, as text for a message."""
+    """Return the names and sizes (in GiB) of the three largest items, as text for a message."""
     three = sorted(items.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {number / GIB:.2f}" for name, number in three)
 

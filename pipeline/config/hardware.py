@@ -19,7 +19,7 @@ from storage.problems import Problem, above, at_least, setting, setting_problems
 GIB = 1 << 30
 FOLDER = Path(__file__).resolve().parents[2] / "conf/hardware"
 AS = "--as"
-"""The option that names a cluster. Errors have it as their key."""
+"""The option that names a cluster. Errors about the cluster name this option as the setting at fault."""
 _TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\S+)")
 _FORM = (
     "NODESxGPUSxHARDWARE, as in 16x8xH100-80; GPUSxHARDWARE for a single node; NODESxcpu for nodes without GPUs, "

@@ -198,8 +198,8 @@ def _advantages_and_returns(
 def _without_critic(
     r: torch.Tensor, mask: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the advantages that `cfg.advantage` asks for, and the rewards to go as returns. `groups`: None under
-    `reinforce_pp`."""
+    """Return (advantages, returns). The advantages are computed as `cfg.advantage` says, and the returns are the
+    rewards to go. `groups`: None under `reinforce_pp`, where the advantages are the rewards to go too."""
     to_go = rewards_to_go(r, mask, cfg.gamma)
     if groups is None:
         return to_go, to_go
@@ -289,5 +289,5 @@ def _check(
 
 
 def _float64(x: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
-    """Return a float64 tensor that is zero outside the mask."""
+    """Return `x` as a float64 tensor with zeros outside the mask."""
     return torch.where(mask, torch.tensor(x).double(), 0)

@@ -33,8 +33,8 @@ WORKING = frozenset({"run", "resume", "job", "worker", "sweep", "reward"})
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a command and return its exit code. If it fails for a reason that a user can cause, print one message and
-    return the exit code of that kind of failure."""
+    """Run a command and return its exit code. If the command raises an error that users can cause, print one message
+    and return the exit code of that kind of error."""
     if options.command in WORKING:
         with ignore_closed_streams():
             return _run_command(command, options)
@@ -50,7 +50,7 @@ def ignore_closed_streams() -> Iterator[None]:
 
 
 class _ClosableStream:
-    """A stream that switches to the null device when its reader is gone."""
+    """A stream that writes to the null device after its reader has ended or its terminal was closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -133,7 +133,8 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
 SUCCESS = 0
 BAD_INPUT = 2
 """A command was refused before it started anything, because it cannot use a config, an argument, a directory, or a file
-in the directory. It is also the exit code if `check RUN` finds faults in the run, or `doctor` finds one in the machine.
+in the directory. It is also the exit code if `check RUN` finds faults in the run or `doctor` finds a fault in the
+machine.
 """
 STAGE_FAILED = 3
 """A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. Some
@@ -162,8 +163,8 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
 
     Args:
         sources: files and overrides. A text with `=` is an override.
-        runs_here: True if the run will be on this host. If settings are wrong, the model, the prompts and the rewards
-            are then read too, and their errors are reported with the others.
+        runs_here: True if the run will be on this host. Even if settings are wrong, the model, the prompts and the
+            rewards are then read, and their errors are reported with the errors of the settings.
 
     Raises:
         ConfigError: lists all errors."""

@@ -51,8 +51,8 @@ from pipeline.plan.scenario import scenario_of
 from pipeline.plan.simulate import play
 
 _SIMULATED_STEPS = 6
-"""Number of steps to simulate, besides the first `staleness` steps, in which the pipeline fills. The step time is the
-median over all steps but the first."""
+"""Number of steps to simulate after the first `staleness` steps, which fill the pipeline. The step time is the median
+over all steps but the first."""
 
 
 def command(options: argparse.Namespace) -> int:

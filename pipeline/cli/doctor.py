@@ -150,9 +150,9 @@ def _print_result(result: DoctorResult) -> None:
 
 
 def _engine_pythons(options: Sequence[str]) -> dict[str, str]:
-    """Return kind of engine -> its Python interpreter, for the engines that have their own environment. An interpreter
-    given as KIND=PYTHON replaces the interpreter that `make` installed. Raises ConfigError for a text of another
-    form."""
+    """Return kind of engine -> its Python interpreter, for the engines that need their own environment. An interpreter
+    given as KIND=PYTHON replaces the interpreter that `make` installed. Kinds without an interpreter are left out.
+    Raises ConfigError for a text of another form."""
     pythons = {kind: python for kind in OTHER_ENVIRONMENTS if (python := find_interpreter(kind)) is not None}
     for text in options:
         kind, _, python = text.partition("=")

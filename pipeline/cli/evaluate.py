@@ -164,8 +164,8 @@ class _Model:
 
     @torch.inference_mode()
     def _batch(self, rows: Sequence[Request]) -> list[Completion]:
-        """Return the responses to requests that are computed as one batch. All have the same sampling settings. Prompts
-        are padded on the left."""
+        """Return the responses to some requests, computed as one batch. All requests have the same sampling settings.
+        Prompts are padded on the left."""
         sampling, device = rows[0].sampling, self._model.device
         lengths = np.array([len(row.tokens) for row in rows])
         seeds, steps, numbers = np.array([(row.seed, row.step, row.row) for row in rows], np.int64).T

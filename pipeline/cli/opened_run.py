@@ -305,7 +305,7 @@ class OpenedRun:
     def arrays(self, steps: Iterable[int] | None = None) -> xr.Dataset:
         """Return every stored array of these steps, as `step_arrays` describes. All arrays are in memory at once.
 
-        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. It does not see committed files that are still in
+        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. It cannot find committed files that are still in
         the directory `attempts/`."""
         return step_arrays(self.history, self._steps_or_all(steps), self.decode)
 

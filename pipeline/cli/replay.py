@@ -557,7 +557,7 @@ def _train_and_export(plan: _VariantPlan, tracker: Tracker) -> list[RecordedStep
 def _parent_state(plan: _VariantPlan) -> Mapping[str, Any]:
     """Return the parent's state, such as its KL coefficient, at the start of the variant's first step.
 
-    It is empty if the variant starts at step 0. The KL coefficient is left out if the variant changes section
+    The state is empty if the variant starts at step 0. The KL coefficient is left out if the variant changes section
     `ppo.kl`."""
     if not plan.steps.start:
         return {}

@@ -85,8 +85,8 @@ def _keep(drawn: list[Execution], one: Execution) -> None:
 
 
 def _stragglers(text: str | None) -> Stragglers | None:
-    """Return the stragglers that a text like `0.05:3` describes: 5% of the nodes take 3 times as long. Return None
-    without a text. Raises ConfigError for a text of another form."""
+    """Return the stragglers that a text like `0.05:3` describes: 5% of the nodes take 3 times as long. Return None if
+    `text` is None. Raises ConfigError for a text of another form."""
     if text is None:
         return None
     share, _, factor = text.partition(":")

@@ -63,8 +63,8 @@ def has_all_steps(config: RunConfig) -> bool:
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:
-    """Return the config with which a job runs. Workers are attached, and the path of the run's directory is absolute.
-    Raises ConfigError."""
+    """Return the config with which a job runs. It has `cluster.kind=attached`, and the path of the run's directory is
+    absolute. Raises ConfigError if a setting is wrong."""
     config = config_from_sources([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
     return config

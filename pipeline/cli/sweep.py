@@ -216,7 +216,7 @@ def _submit_one(config: RunConfig) -> int:
 
 def _run_one_by_one(configs: Sequence[RunConfig], points: Sequence[SweepPoint]) -> int:
     """Run the configs one after the other, and return the highest exit code. After a failed run the next one starts. An
-    interrupted run ends the sweep."""
+    interrupted run ends the sweep with the exit code `INTERRUPTED`."""
     codes = {}
     for config in configs:
         print_line(f"---- {config.name}")

@@ -82,7 +82,8 @@ class RunContent:
 
 
 def check_rows(config: RunConfig, table: PromptTable | None, commit: Commit, rollout: Rollout) -> CheckedRows:
-    """Check a rollout's rows. `table`: the run's prompts, or None if they cannot be read."""
+    """Check a rollout's rows. Return facts about the rows, with the faults that were found. `table`: the run's prompts,
+    or None if they cannot be read."""
     sampled = rollout.token_versions[rollout.response_mask]
     prompts: tuple[str, ...] = (f"{commit.address}: the run's prompts cannot be read",)
     if table is not None:
@@ -163,7 +164,7 @@ def _eval_every(stated: Mapping[str, Any]) -> int:
 
 def check_updates(run: RunContent) -> Answer:
     """Check that each model has updates of steps 0, 1, 2, ... without gaps, and that the commit of each update has the
-    digest of its weights."""
+    digest of its weights. Lost commits that nothing needs any more do not count as gaps."""
     counted: list[str] = []
     faults: list[str] = []
     for role, stage in run.update_stages.items():

@@ -41,21 +41,22 @@ class HardwareConfig:
     device_memory_gib: float = setting("???", at_least(0))
     """Memory of a GPU as CUDA reports it to programs, in units of 2^30 bytes; 0 without GPUs."""
     bf16_flops: float = setting("???", above(0))
-    """Peak rate of dense bfloat16 matrix products of a device, in FLOP/s."""
+    """Peak rate of a device in dense bfloat16 matrix products, in FLOP/s."""
     fp32_flops: float = setting("???", above(0))
-    """Peak rate of a device's float32 arithmetic (not TF32), in FLOP/s."""
+    """Peak rate of a device in float32 arithmetic (not TF32), in FLOP/s."""
     memory_bytes_per_s: float = setting("???", above(0))
     """Peak bandwidth of a GPU's memory. Without GPUs, peak bandwidth of the node's memory for all cores together."""
     nvlink_bytes_per_s: float = setting("???", at_least(0))
-    """Bandwidth of a GPU over NVLink in each direction; 0: none, GPUs talk over PCIe."""
+    """Bandwidth of a GPU over NVLink in each direction. 0: there is no NVLink, and GPUs communicate over PCIe."""
     nvlink_gpus: int = setting("???", at_least(0))
-    """Number of GPUs that NVLink joins. It may be larger than the number of GPUs of a node."""
+    """Number of GPUs that NVLink connects with one another; 0 without NVLink. It may be larger than the number of GPUs
+    of a node."""
     nvlink_latency_s: float = setting("???", at_least(0))
     """Seconds that a short message takes from GPU to GPU over NVLink, inside a collective; 0 without NVLink."""
     pcie_bytes_per_s: float = setting("???", at_least(0))
     """Bandwidth between a GPU and the host's memory in each direction; 0 without GPUs."""
     links: int = setting("???", at_least(1))
-    """Network links of a whole node to the other nodes."""
+    """Number of network links from a whole node to the other nodes."""
     link_bytes_per_s: float = setting("???", above(0))
     """Bandwidth of a link in each direction."""
     link_latency_s: float = setting("???", above(0))
@@ -75,8 +76,8 @@ def hardware_names() -> list[str]:
 
 def load_hardware(name: str, option: str = AS) -> HardwareConfig:
     """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError if there is
-    no such file or its settings are wrong. `option`: the option by which the name was given. It is the key of the error
-    if there is no such file."""
+    no such file or its settings are wrong. `option`: the option by which the name was given. The error about a missing
+    file names it as the setting at fault."""
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not file.is_file() and name.endswith(".yaml"):
         raise ConfigError(
@@ -131,8 +132,8 @@ def hardware_problems(config: HardwareConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class HardwareCluster:
-    """Nodes of one kind. A run that uses only a share of a node's GPUs has the same share of the node's memory and
-    cores, because clouds and schedulers assign them in this way."""
+    """Nodes of one kind. A run may use only a share of a node's GPUs. It then has the same share of the node's memory
+    and cores, because clouds and schedulers assign memory and cores in proportion to GPUs."""
 
     nodes: int
     gpus_per_node: int
@@ -157,12 +158,12 @@ class HardwareCluster:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of a node's host."""
+        """Bytes of memory that the run has on a node's host: `share` times the whole memory."""
         return int(self.hardware.host_memory_gib * GIB * self.share)
 
     @property
     def shared_bytes(self) -> int:
-        """Size of a node's /dev/shm."""
+        """Bytes of a node's /dev/shm that the run has: `share` times its whole size."""
         return int(self.hardware.shared_memory_gib * GIB * self.share)
 
     @property
@@ -181,7 +182,7 @@ def hardware_of(text: str) -> str:
 def read_cluster(text: str, option: str = AS) -> HardwareCluster:
     """Return the cluster that a text like `16x8xH100-80` names. Raises ConfigError if the text has another form, the
     hardware is unknown, or the number of nodes, GPUs or cores is impossible. `option`: the option by which the text was
-    given. It is the key of the error."""
+    given. The error names it as the setting at fault."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError(option, f"given {text!r}; must be {_FORM} (there are {', '.join(hardware_names())})")

@@ -156,8 +156,8 @@ def _steps_problems(change: Change, config: RunConfig) -> Iterator[Problem]:
 
 
 def _continue_hint(change: Change, config: RunConfig) -> str:
-    """Return a sentence with the command of a new run that continues from this run's last version, for a user who wants
-    more steps. Return "" if fewer steps are wanted, or the model has random weights (and so no tokenizer)."""
+    """Return a sentence with the command of a new run, for a user who wants more steps. The new run continues from this
+    run's last version. Return "" if fewer steps are wanted, or the model has random weights (and so no tokenizer)."""
     if change.after <= change.before or config.model.path.startswith("random:"):
         return ""
     run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
@@ -212,7 +212,8 @@ class Statement:
 
 @dataclass(frozen=True)
 class GangNumerics:
-    """A numeric fingerprint that workers of a gang have had. A gang has one for each different set of facts."""
+    """A numeric fingerprint that workers of a gang have had. There is one record for each different fingerprint of a
+    gang."""
 
     gang: str
     fingerprint: str
@@ -248,8 +249,8 @@ class Identity:
         return frozenset(statement.config_hash for statement in self.statements)
 
     def numerics_of(self, gang: str) -> list[GangNumerics]:
-        """Return the numerics of a gang that were first seen under the last statement with `anew` or under a later
-        statement, oldest first. If no statement has `anew`, return all numerics of the gang."""
+        """Return the numerics of a gang that were first seen under the last statement whose `anew` is True, or under a
+        later statement. The oldest comes first. If no statement has `anew` True, return all numerics of the gang."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
         return [known for known in self.numerics if known.gang == gang and known.statement >= since]
 
@@ -270,8 +271,8 @@ def read_identity(run_dir: Path) -> Identity | None:
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:
-    """Write the file atomically and without secrets, since other users may read it. Raises OSError if it cannot be
-    written."""
+    """Write a run's identity.json atomically. Secrets are left out, since other users may read the file. Raises OSError
+    if it cannot be written."""
     stated = tuple(replace(one, config=redacted(one.config)) for one in identity.statements)
     document = {"format": FORMAT, **asdict(replace(identity, statements=stated))}
     document["digest"] = codec.digest(json.loads(json.dumps(document)))

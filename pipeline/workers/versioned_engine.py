@@ -104,9 +104,9 @@ class VersionedEngine:
             self._leave(exact)
 
     def load_in_flight(self, version: int) -> None:
-        """Load a version for the rows in flight, if the engine updates in flight. Waits for shards that need exactly
-        one version. Without rows in flight do nothing, since the next shard loads the version that it needs. Raises the
-        errors of `engine_at`."""
+        """Load a version while rows are in flight, if the engine updates in flight. Waits for shards that need exactly
+        one version. Does nothing if no rows are in flight, since the next shard loads the version that it needs. Raises
+        the errors of `engine_at`."""
         with self._changed:
             wanted = self._in_flight and self._inside > 0
         if wanted:
@@ -177,8 +177,9 @@ class VersionedEngine:
                 self._broken = f"a load of weights v{version} failed half-way: the engine must be built again"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
-        """Raise WeightsError, naming a tensor, if this version has other tensors than the version loaded before. A
-        missing tensor would keep its old numbers."""
+        """Raise WeightsError if the tensors of this version have other names than the tensors of the version loaded
+        before. The message gives one of these names. Without this check a missing tensor would keep its old numbers.
+        The first version is not checked."""
         differing = names ^ self._names if self._names else frozenset()
         if differing:
             name = min(differing)
@@ -186,7 +187,8 @@ class VersionedEngine:
             raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
     def _is_allowed(self, version: int, exact: bool) -> bool:
-        """Return True if the engine is awake and has the weights of this version or, unless `exact`, of a newer one."""
+        """Return True if the engine is awake and its version is allowed: `version`, or also a newer version if `exact`
+        is False."""
         if self._asleep:
             return False
         return self._version is not None and (self._version == version if exact else self._version >= version)
@@ -222,7 +224,8 @@ class VersionedEngine:
     @contextmanager
     def resident(self, versions: Set[int]) -> Iterator[None]:
         """Keep the resident version for rows of another replica, until the block ends or these rows have left again.
-        Raises RequestError unless the engine is awake, loads no weights, and has the only version in `versions`."""
+        Raises RequestError if the engine sleeps or is loading weights, or if `versions` is not just the resident
+        version."""
         with self._changed:
             if self._loading or self._asleep or versions != {self._version}:
                 raise RequestError(
@@ -240,7 +243,8 @@ class VersionedEngine:
 
 
 def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
-    """Raise WeightsError, naming the tensor, if one of its numbers is not finite. For `WeightLease.verify`."""
+    """Raise WeightsError if one of a tensor's numbers is not finite. The message names the tensor. `WeightLease.verify`
+    calls this function."""
     if info.dtype == BFLOAT16:
         finite = bool(((numbers & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
     else:
@@ -250,7 +254,8 @@ def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
 
 
 def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
-    """Return the mapped arrays as tensors, without a copy. They are read-only."""
+    """Return the mapped arrays as read-only tensors, without a copy. `finite`: True if all numbers are known to be
+    finite."""
     infos = lease.manifest.tensors
     places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
     return MappedTensors(lease_tensors(lease), places, finite=finite)

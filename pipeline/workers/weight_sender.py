@@ -7,8 +7,9 @@
                                       sends pieces of the board's file ─► … a thread for each connection
                                                                           yields piece 0, 1, 2, …
 
-The worker's interpreter takes no part in sending, so its gang computes no slower meanwhile. Both ends use the run's
-certificate, as all Dask connections do. The sender ends when its standard input ends, so at the latest with its worker.
+The worker's interpreter takes no part in sending, so its gang computes no slower meanwhile. A stripe is the part of a
+version that one connection carries. Both ends use the run's certificate, as all Dask connections do. The sender ends
+when its standard input ends, so at the latest with its worker.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ PIECE_BYTES = 4 << 20
 PROGRAM = "pipeline.workers.weight_sender"
 """Module of the sender's process."""
 _PIECES_AHEAD = 2
-"""Number of pieces of each stripe that are read ahead."""
+"""Number of pieces of each stripe that the receiver reads before they are needed."""
 _LOOK_S = 0.005
 """Seconds between two checks of how much of a growing file is there."""
 _IDLE_S = 60.0
 """Seconds without progress after which a sender closes a connection."""
 _REQUEST_BYTES = 4096
-"""Greatest length of a request, in bytes."""
+"""Maximum length of a request, in bytes."""
 
 
 @dataclass(frozen=True)
 class Stripe:
-    """A request for some pieces of a version."""
+    """A request for one stripe of a version: pieces at equal distances in the version's file."""
 
     version: int
     digest: str
@@ -172,7 +173,7 @@ class WeightSender:
 
 
 def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
-    """Answer readers until the listener is closed, which raises OSError."""
+    """Answer readers, each in a thread of its own. Ends with an OSError when the listener is closed."""
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=_answer, args=(connection, board, context), daemon=True).start()
@@ -180,7 +181,8 @@ def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) 
 
 def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
     """Send the stripe that a reader asks for. The connection is closed without an answer if the reader lacks the run's
-    certificate, or if the version is not here. The reader then asks a worker again, which tells the reason."""
+    certificate, or if the version is not here. The reader then asks a worker again, and that worker's answer has the
+    reason."""
     connection.settimeout(_IDLE_S)
     with suppress(OSError, MissingOutput), connection, context.wrap_socket(connection, server_side=True) as stream:
         with stream.makefile("rb") as requests:
@@ -195,7 +197,7 @@ def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLConte
 
 
 def serving_context(certificate: Mapping[str, str]) -> ssl.SSLContext:
-    """Return the TLS settings of a sender. Like Dask's, they refuse everybody without the run's certificate."""
+    """Return the TLS settings of a sender. Readers without the run's certificate are refused, as Dask refuses them."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=certificate["ca_file"])
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack extensions that Python 3.13 asks for

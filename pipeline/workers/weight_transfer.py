@@ -43,7 +43,7 @@ from storage.weight_copies import IncomingVersion, OutgoingVersion, receiving
 from storage.weights import Manifest, WeightBoard
 
 ASK, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("ask", "fetch", "release", "remove"))
-"""Names of the Dask handlers."""
+"""Names of the Dask handlers to which the orders and questions of this module go."""
 FAN_OUT = 2
 """Maximum number of hosts that one host sends a version to."""
 _LOOK_S = 0.005
@@ -71,7 +71,8 @@ class Fetcher(Protocol):
 
 
 class _SourceLost(Exception):
-    """The process that was asked has died, hangs, or is not ready."""
+    """The process that was asked has died, hangs, or is not ready. Or an earlier asker, to which the publisher
+    redirected this worker, does not have the version."""
 
     def __init__(self, message: str, redirected: bool) -> None:
         super().__init__(message)
@@ -100,7 +101,7 @@ class _Source:
 
 
 class WeightMirror:
-    """Owns the sending and receiving of versions for the board of a worker's host, from `open` on."""
+    """Owns the sending and receiving of versions for the board of a worker's host. It works after a call of `open`."""
 
     def __init__(self, worker: Worker, spec: MirrorSpec) -> None:
         self._worker = worker
@@ -137,9 +138,9 @@ class WeightMirror:
         the thread of the worker's event loop.
 
         Raises:
-            MissingOutput: the publisher does not have it, or nobody reads it any more.
-            StoreError: it did not arrive in time; the message says why.
-            OSError: there is no space for it here.
+            MissingOutput: the publisher does not have the version, or nobody reads the version any more.
+            StoreError: the version did not arrive in time; the message says why.
+            OSError: there is no space for the version on this host.
         """
         self._fetch(version, wait=True)
 
@@ -292,7 +293,8 @@ class WeightMirror:
     async def _ask(
         self, worker: str, version: int, asker: str | None, digest: str | None, *, redirected: bool
     ) -> dict[str, Any]:
-        """Return the answer of a worker that may have the version (`_answer`)."""
+        """Return the answer of a worker that may have the version (`_answer`). Raises MissingOutput or _SourceLost, as
+        described at `_source`."""
         with _raise_as_lost(worker, redirected):
             asked = getattr(self._worker.rpc(worker), ASK)(version=version, asker=asker, digest=digest)
             answer: dict[str, Any] | None = await asyncio.wait_for(asked, self._spec.message_timeout_s)
@@ -303,7 +305,9 @@ class WeightMirror:
         return answer
 
     def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
-        """Receive the missing pieces. Each piece is checked and written while the next ones arrive."""
+        """Receive the missing pieces. Each piece is checked and written while the next ones arrive. Raises _SourceLost
+        if the source is lost, MissingOutput if nobody reads the version any more, and DamagedWeights if a piece is
+        damaged."""
         context = self._worker.connection_args["ssl_context"]
         manifest, timeout_s = incoming.manifest, self._spec.message_timeout_s
         with closing(received(source.sender, context, manifest, incoming.num_bytes, timeout_s)) as pieces:
@@ -343,7 +347,8 @@ def remove_boards(client: Client, workers: Iterable[str]) -> None:
 
 
 def notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
-    """Send an order to the workers at these Dask addresses. Does not wait; the order may be lost."""
+    """Send an order to the workers at these Dask addresses. Does not wait; the order may be lost. `order`: name of the
+    handler. `what`: its arguments."""
 
     async def send(worker: str) -> None:
         with suppress(OSError):

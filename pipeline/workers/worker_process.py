@@ -57,15 +57,15 @@ def _malloc_thresholds() -> tuple[int, int]:
     """Return two thresholds of glibc's malloc, in bytes:
 
     - M_MMAP_THRESHOLD: smallest allocation that gets pages of its own
-    - M_TRIM_THRESHOLD: free memory at the end of the heap above which its pages are given back to the system
+    - M_TRIM_THRESHOLD: maximum free memory at the end of the heap; pages beyond it are given back to the system
 
     Both are as high as glibc allows. A step allocates and frees the same large buffers (activations, gradients, logits)
     again and again. Pages that were given back must be faulted in and zeroed again, which took a quarter of a training
     step. Both thresholds are set, because setting only one stops glibc from adapting the other one. The cost: a process
     keeps the memory that it has freed, so its resident memory stays at its peak.
 
-    glibc 2.36 accepts 1 GiB and 1 TiB (measured). Older versions may refuse more than 32 MiB, and then stay at 128
-    KiB."""
+    glibc 2.36 accepts 1 GiB and 1 TiB (measured). Older versions may refuse more than 32 MiB, and then stay at 128 KiB,
+    so they get 32 MiB for both."""
     libc, version = platform.libc_ver()
     current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
     return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)
@@ -111,9 +111,8 @@ def wait_policy(shared: bool) -> str:
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
     """Return the environment variables to set in a worker's process. The process also inherits the variables of the
-    forkserver. The result includes this process's own variables (except those in `FORKSERVER_ENVIRONMENT`), because
-    they may have changed since the forkserver started, for example in a notebook that sets credentials after its first
-    run.
+    forkserver. The result includes this process's own variables, except those in `FORKSERVER_ENVIRONMENT`. They may
+    have changed since the forkserver started: a notebook, for example, may set credentials after its first run.
 
     Args:
         shared: True if the process shares its cores.
@@ -134,8 +133,8 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 
 
 def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
-    """Return further environment variables for a worker that has GPUs, trains or holds the reference, and has no
-    engine. Empty for any other worker. A user's own values stay.
+    """Return further environment variables for a worker that trains a model or holds the reference on GPUs and has no
+    engine. Return no variables for any other worker. A user's own values stay.
 
     Expandable segments keep buffers of many sizes from leaving holes in the GPU's memory. Workers with an engine do not
     get them, because its CUDA graphs need fixed segments. With one connection to the device, which Megatron asks for,
@@ -152,7 +151,7 @@ def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, s
 def bind_to_gpus(addresses: Iterable[str], devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
     """Restrict all threads of this process, and its later children, to the cores nearest to GPUs with these PCI
     addresses (0000:1b:00.0). Cores that the process may not use are left out. Return the cores. If the system does not
-    tell which cores are near, change nothing and return an empty set."""
+    tell which cores are near, or the process may use none of them, change nothing and return an empty set."""
     near: set[int] = set()
     for address in addresses:
         listed = devices / address / "local_cpulist"
@@ -195,8 +194,8 @@ def shares_cores(config: RunConfig) -> bool:
 
 
 def _processes(config: RunConfig, gang: Gang) -> int:
-    """Return the number of computing processes of each worker: its own, and those of its engine, which inherit its
-    environment."""
+    """Return the number of computing processes of each worker: its own process and the processes of its engine. The
+    processes of the engine inherit the worker's environment."""
     return config.replica_ranks if Role.GENERATE in gang.roles else 1
 
 

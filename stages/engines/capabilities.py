@@ -4,8 +4,8 @@
                                       ├─► pipeline/config/preflight.py: list the guarantees that the run does not have
                                       └─► workers, replay: how to read weights, and what a repetition must reproduce
 
-The capabilities of an engine depend only on its settings and its device. An engine that was built has them as
-`GenerationEngine.capabilities`. If an ability was never measured, the weaker alternative is stated.
+The capabilities of an engine depend only on its settings and its device. An engine that was built has its capabilities
+in `GenerationEngine.capabilities`. If an ability was never measured, the weaker alternative is stated.
 """
 
 from __future__ import annotations
@@ -190,6 +190,6 @@ def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def able(config: EngineConfig, device: Device, can: Callable[[Capabilities], bool]) -> list[str]:
-    """Return every `engine.kind` that would satisfy `can` on this device if all other settings of `config` stayed the
-    same. Error messages suggest these kinds."""
+    """Return every `engine.kind` whose capabilities would meet the condition `can` on this device, if all other
+    settings of `config` stayed the same. Error messages suggest these kinds."""
     return [kind for kind, stated in STATED.items() if can(stated(config, device))]

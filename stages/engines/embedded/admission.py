@@ -27,8 +27,8 @@ class Admission:
         self.changed = threading.Condition()
         """The lock, notified at every change that a thread waits for. It also guards the engine's counts."""
         self.num_unfinished = 0
-        """Number of rows that were accepted, and that have not been returned to their caller, dropped, or moved to
-        another engine."""
+        """Number of accepted rows that the engine still has to finish. A row no longer counts when it has been returned
+        to its caller, dropped, or moved to another engine."""
         self.weights: tuple[int, Any] | None = None
         """Version and prepared weights for the engine thread to take before its next batch."""
         self.num_pausing = 0
@@ -47,8 +47,8 @@ class Admission:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Wait until new rows may come in (see `drained`), then hold the lock. Raises RuntimeError if the engine has
-        stopped."""
+        """Wait until new rows may come in (see `drained`), then hold the lock until the block ends. Raises RuntimeError
+        if the engine has stopped."""
         with self.changed:
             self.changed.wait_for(lambda: not self._closed or self.stopped)
             self.check_running()
@@ -87,8 +87,8 @@ class Admission:
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
-        """Wait until the engine thread pauses with no batch under way, then hold the lock. Raises RuntimeError if the
-        engine has stopped."""
+        """Wait until the engine thread pauses with no batch under way, then hold the lock until the block ends. Raises
+        RuntimeError if the engine has stopped."""
         with self.changed:
             self.num_pausing += 1
             try:
@@ -131,7 +131,7 @@ class Admission:
     def wait(self, under_way: bool, wants_report: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until there are rows, weights or a report to handle, or until `timeout_s` seconds have passed. Other
         threads that want a pause go first. If a batch is `under_way`, do not wait. Return False if the engine has
-        stopped."""
+        stopped. `wants_report`: function that returns True if a report is wanted."""
 
         def is_due() -> bool:
             has_work = self.weights is not None or not self.idle or wants_report()

@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class BatchTreePaths:
-    """See `kernels.protocol.TreePaths`."""
+    """NumPy arrays with the meaning of the same fields in `kernels.protocol.TreePaths`."""
 
     cells: Int64[np.ndarray, " N"]
     starts: Int64[np.ndarray, " N"]

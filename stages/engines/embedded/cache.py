@@ -19,7 +19,7 @@ from stages.engines.embedded.kernels.packed import Slabs
 _NO_PARENT = 0
 """Serial number that stands for the predecessor of a prompt's first block."""
 _Content = tuple[int, tuple[int, ...]]
-"""Content of a known block: the serial number of the block before it, and the block's own tokens."""
+"""Content of a known block (see `BlockPool`): the serial number of the block before it, and the block's own tokens."""
 
 
 class KVCache:
@@ -41,7 +41,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         """Allocate the memory. `num_blocks`: number of blocks that rows can hold. One more block is allocated,
-        `NO_BLOCK`."""
+        `NO_BLOCK`: unused entries of block tables point to it."""
         self._num_layers = num_layers
         self._heads = (num_blocks + 1, num_kv_heads)
         self._head_dim = head_dim
@@ -77,8 +77,8 @@ class KVCache:
             torch.cuda.empty_cache()
 
     def read(self, blocks: Sequence[int], num_positions: int) -> Float[np.ndarray, "layers 2 K positions D"]:
-        """Return a copy of the keys and values of the first `num_positions` positions in `blocks`. The copy is not
-        divided into blocks."""
+        """Return a float32 copy of the keys and values of the first `num_positions` positions in `blocks`. The copy is
+        not divided into blocks."""
         index = torch.tensor(blocks[: blocks_for(num_positions)], device=self._device)
         copied = torch.stack(
             [
@@ -163,8 +163,8 @@ class BlockPool:
                     self._free.append(block)
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the content of the blocks in `blocks` that no other row shares, and return these blocks. The caller
-        still holds them."""
+        """Forget the content of those `blocks` that have no other holder than the caller's row. Return these blocks;
+        the caller still holds them."""
         own = [block for block in blocks if self._reference_counts[block] == 1]
         for block in own:
             if block in self._content:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of tokens of the passes that are timed before the first draft."""
 _MEAN_RATE = 0.1
-"""Smallest weight of a new measurement in the running mean."""
+"""Minimum weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
 """If a pass takes f times as long as predicted, the whole curve is multiplied by f ** `_COMMON_RATE`. A further factor,
 f ** `_LOCAL_RATE`, is divided between the two sizes nearest to the pass: the nearer size gets more of it. f is limited
@@ -234,7 +234,8 @@ class Trials:
 
     def allows(self, num_rows: int) -> bool:
         """Return True if the next pass of `num_rows` rows may have drafts. Return False if drafts pause, if a
-        comparison still lacks passes without drafts, or if one in `_PLAIN_EVERY` passes is due without drafts."""
+        comparison still lacks passes without drafts, or if this is the one of `_PLAIN_EVERY` passes that must run
+        without drafts."""
         trial = self._trial(num_rows)
         if trial.passes < trial.pause_until:
             return False
@@ -242,7 +243,8 @@ class Trials:
         return not short_of_plain and trial.passes % _PLAIN_EVERY != _PLAIN_EVERY - 1
 
     def observe(self, num_rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
-        """Record a pass of `num_rows` rows, all decoding. If `drafted`, `seconds` includes the drafting."""
+        """Record a pass of `num_rows` rows, all decoding. `tokens`: number of tokens that the rows got. If `drafted` is
+        True, `seconds` includes the drafting."""
         trial = self._trial(num_rows)
         trial.passes += 1
         if drafted:
@@ -263,8 +265,8 @@ class Trials:
 
     def gain(self, num_rows: int) -> float | None:
         """Return the speed-up by drafts over the latest passes: the tokens per second with drafts, divided by the
-        tokens per second without. Return None if there are too few passes. Uses the median of the seconds, so a pass
-        that another process has slowed down does not matter."""
+        tokens per second without drafts. Return None if there are too few passes. The median of the seconds is used, so
+        a single pass that another process slowed down does not matter."""
         trial = self._trials.get(num_rows)
         if trial is None or not (trial.enough_drafted and trial.enough_plain):
             return None

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float32, Int64
 
 UNROLLED = 4
-"""Number of drafted positions in training; longer drafts use the same cell."""
+"""Number of drafted positions in training. Longer drafts apply the same recurrent cell more often."""
 _BATCH = 64
 """Number of positions of rows that one training step learns from."""
 _PASSES_PER_PLACE = 8
@@ -155,7 +155,7 @@ class Student:
         self._pending_refit: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
 
     def normed(self, hidden: Float32[torch.Tensor, "n C"]) -> Float32[torch.Tensor, "n C"]:
-        """Apply the model's final norm to outputs of its last block."""
+        """Return outputs of the model's last block after the model's final norm."""
         return F.rms_norm(hidden.to(self._device), self._norm.shape, self._norm, self._teacher.norm_eps)
 
     def add(self, hidden: Float32[np.ndarray, "n C"], tokens: Sequence[int]) -> None:
@@ -287,8 +287,8 @@ def masked_loss(
     mask: Bool[torch.Tensor, "B K"],
 ) -> Float32[torch.Tensor, ""]:
     """Return the mean loss over the entries in `mask`. The loss of an entry is the cross-entropy with the teacher's
-    distribution (the KL divergence up to a constant), plus `_FEATURE_WEIGHT` times the distance between the head's
-    state `made` and the model's state `wanted`."""
+    distribution (the KL divergence up to a constant), plus `_FEATURE_WEIGHT` times the smooth L1 distance between the
+    head's state `made` and the model's state `wanted`."""
     entropy = -(teacher_probs * logits.log_softmax(-1)).sum(-1)
     distance = F.smooth_l1_loss(made, wanted, reduction="none").mean(-1)
     return ((entropy + _FEATURE_WEIGHT * distance) * mask).sum() / mask.sum().clamp(min=1)

@@ -78,8 +78,8 @@ class LearnedDrafter:
             self._dtype, self._unroll = torch.bfloat16, kernels.unroll
         self._drafting_head: _DraftingHead | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
-        """Hidden states of each row up to its latest token, as consecutive parts. The oldest states may have been
-        dropped."""
+        """Hidden states of each row up to its latest token, as consecutive parts: one for each pass. The oldest states
+        may have been dropped."""
         self.held_bytes = 0
         """Bytes of the states in `_hidden`."""
 
@@ -169,7 +169,8 @@ def _draft(
     ranks: Int64[np.ndarray, "depth G"],
     levels: Int64[np.ndarray, "depth G"],
 ) -> Draft:
-    """Return one row's draft of up to `depth` positions."""
+    """Return one row's draft of up to `depth` positions. `tokens`: token ids of the guesses. `parents` and `ranks`: the
+    row's part of the fields of `Guessed`. `levels`: confidence classes of the guesses."""
     drafted = ranks[:depth] >= 0
     numbers = np.cumsum(drafted.ravel()).reshape(drafted.shape) - 1
     """Index of each guess in the tree."""

@@ -177,7 +177,7 @@ class Guesses:
 
     @property
     def main_chain(self) -> list[int]:
-        """The path that begins at the row and takes the likeliest guess at each step."""
+        """Indices of the guesses on the path that begins at the row and takes the likeliest guess at each step."""
         best: dict[int, int] = {}
         for guess, parent in enumerate(self.tree.parents):
             if parent not in best or self.gains[guess] > self.gains[best[parent]]:
@@ -189,7 +189,7 @@ class Guesses:
         return chain
 
     def only(self, chosen: Sequence[int]) -> Guesses:
-        """See `DraftTree.only`."""
+        """Return the chosen guesses, in the order and with the parents that `DraftTree.only` gives them."""
         return Guesses(
             self.tree.only(chosen),
             tuple(self.kinds[guess] for guess in chosen),

@@ -87,7 +87,7 @@ class Speculation:
     # ---- per pass ----
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, DraftTree]:
-        """See `Drafts`. Only guesses that are worth verifying are returned."""
+        """Return the guesses that are worth verifying, by row (see `Drafts.propose`)."""
         measured = self._lengths == "measured"
         if measured and not self._trials.allows(len(rows)):
             return {}
@@ -121,8 +121,8 @@ class Speculation:
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """See `Drafts`. `seconds` is None if the pass fed prompts. Their tokens cost less than other tokens, because
-        nothing is sampled after them."""
+        """Record a pass (see `Drafts.observe`). `seconds` is None if the pass fed prompts. The tokens of prompts cost
+        less than other tokens, because nothing is sampled after them."""
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
@@ -258,7 +258,9 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Return the draft length to ask drafter `number` for; 0 if no length is expected to gain."""
+        """Return the draft length to ask drafter `number` for; 0 if no length is expected to gain. `num_tokens`: tokens
+        of the pass without drafts. `seconds`: from the number of tokens of a pass to its seconds. The other arguments:
+        see `choose_depth`."""
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))
         if self._acceptance.passes < until:

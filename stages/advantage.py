@@ -244,8 +244,8 @@ def _ref_kl_metrics(
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """Return the state: the KL coefficient of this step, which this step's update reads, and the values that the next
-    step reads."""
+    """Return the state. It has the KL coefficient of this step for this step's update, and the values for the next
+    step."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,
@@ -276,8 +276,8 @@ def _check(
     values: Values | None,
     cfg: PPOConfig,
 ) -> None:
-    """Raise ValueError if the records have different numbers of rows, if `cfg` needs a record that is None, or if `cfg`
-    excludes a record that is given."""
+    """Raise ValueError if the records have different numbers of rows, or if they do not suit `cfg`: a record is None
+    although `cfg` needs it, or is given although `cfg` excludes it."""
     for record in (scores, reference, policy, values):
         if record is not None and record.num_rows != rollout.num_rows:
             raise ValueError(f"{record.KIND} has {record.num_rows} rows, the rollout {rollout.num_rows}")

@@ -192,8 +192,8 @@ def _refuse_settings_as_files(files: Sequence[str]) -> None:
 
 
 def read_submitted_config(run_dir: str) -> RunConfig:
-    """Return the config of a run that has begun, or that was only submitted as a job. Raises the errors of
-    `read_saved_config`."""
+    """Return the config of a run. If the run was submitted as a job and has not begun, its config is the submitted one.
+    Raises the errors of `read_saved_config`."""
     paths = RunPaths(Path(run_dir))
     submitted = paths.job / "config.yaml"
     begun = paths.config.exists() or read_identity(paths.root) is not None

@@ -216,8 +216,8 @@ def _verdict(result: Found, price: float) -> Iterator[str]:
 
     - the step times of the best synchronous and the best asynchronous plan, if both exist,
     - the smallest price of staleness at which the asynchronous plan is worse, or that it is never better,
-    - the number of combinations that fit, the number of combinations that were simulated, and for each reason the
-      number of combinations that were left out."""
+    - the number of combinations of settings that fit, and how many of them were simulated,
+    - for each reason, the number of combinations that were left out."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s

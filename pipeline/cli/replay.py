@@ -320,8 +320,8 @@ def update_range(config: RunConfig, text: str) -> range:
     """Return the steps A to B - 1 for a text "A:B".
 
     Raises:
-        ConfigError: the text has another form, the run has fewer than B steps, an output of these steps is missing, or
-            rollouts were deleted that are needed to rebuild the weights at step A."""
+        ConfigError: the text has another form, the run has fewer than B steps, or an output of these steps is missing.
+            Or the weights at step A cannot be rebuilt, because rollouts were deleted."""
     match = _RANGE.fullmatch(text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
@@ -446,8 +446,8 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
     """Train, export and compare a variant. Return the exit code.
 
     Raises:
-        ConfigError: the variant changes a setting that it must share with the parent, its directory exists, or it would
-            start from a trained critic that the parent does not have.
+        ConfigError: the variant changes a setting that it must share with the parent, or the variant's directory
+            exists. Or the variant starts after step 0 with a critic, and the parent trained no critic.
         MissingOutput, StoreError: a recorded output is missing or damaged.
         ReplayMismatch: this machine does not reproduce the parent's weights.
     """

@@ -61,8 +61,8 @@ class SweepPoint:
 
 
 def parse_axes(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the changes that hold for every run, and the values of each setting that varies. `seed=0,1` has two
-    values, `betas=[0.8, 0.9]` has one.
+    """Return two things: the changes with one value, which hold for every run; and setting -> values, for each change
+    with several values. `seed=0,1` has two values, `betas=[0.8, 0.9]` has one.
 
     Raises:
         ConfigError: a setting is given twice, or no setting has several values. Or a setting has several values,

@@ -1,7 +1,7 @@
 """`stageline check RUN`: verify a finished or dead run from its files.
 
-Each proof is a function that checks all records of one kind. It returns a text about what it counted, and a list of
-all problems. A run that died must pass the same proofs for the steps that it reached.
+Each proof is a function that checks all records of one kind. It returns a text about what it counted, and a list of all
+problems. A run that died must pass the same proofs, for the steps before its death.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def check_plain_readers(run: RunContent) -> Answer:
 
 
 def check_commits(run: RunContent) -> Answer:
-    """Check that each commit belongs to a node of the graph and has the run's seed, and that the ledger contains only
+    """Check that each commit belongs to a node of the graph and has the run's seed. Check that the ledger contains only
     commit records."""
     strange = sorted(address for address in run.commits if address not in run.nodes)
     faults = [f"{address}: is committed, and no node of this run" for address in strange]
@@ -319,8 +319,8 @@ def check_checkpoints(run: RunContent) -> Answer:
 
     - Its files have the recorded CRCs.
     - Its pickles hold only data.
-    - The digest of its weights equals the digest that was committed by the update that made this version (unless this
-      commit is gone and no longer needed).
+    - The digest of its weights equals the digest in the commit of the update that made this version. This is not
+      checked if the commit is gone and no longer needed.
 
     A run whose newest checkpoint is damaged resumes from the checkpoint before it."""
     faults, counted = [], 0
@@ -495,7 +495,7 @@ def _dropped_outputs(
 
     - the first step whose arrays were not deleted,
     - the nodes that have lost or damaged records, but are not needed any more because arrays were deleted,
-    - the faults of the record that says which steps were deleted."""
+    - the faults of the record of deleted steps. If it has faults, no arrays count as deleted."""
     try:
         return history.store.dropped_before(), unneeded_outputs(history, checkpoints, committed), ()
     except StoreError as error:

@@ -161,8 +161,8 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide the units of a host into two lists, and return both. In each group of gangs that share devices, the gang
-    that needs the most GPUs is the leader.
+    """Divide the units of a host into two lists, and return both. Each group of `device_sharing` has a leader: the gang
+    that needs the most GPUs.
 
     - The first list has the units that get GPUs of their own: the leaders' units, and all units of gangs outside of the
       groups.

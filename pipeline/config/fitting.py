@@ -1,5 +1,5 @@
-"""Compare the memory and the open files that a run is predicted to need with what is available, and find settings that
-would fit.
+"""Compare the predicted memory and open files of a run with the available memory and open files, and find settings with
+which the run would fit.
 
     WorkerMemory, HostMemory (`memory`) ──► compared with each host, its /dev/shm and each GPU ──► Problem if the run
     does not fit: the bytes needed, the bytes available, and the layouts or the cache size with which it would fit

@@ -9,7 +9,7 @@
     numerics       processor, compiler and kernels of each gang's workers    as for software, whenever a gang is built
 
 A driver that finds an allowed difference appends a `Statement`, which records the new config and software. Nothing is
-ever removed. So the file tells under which configs and on which numerics each commit was made.
+ever removed. So the file tells the configs and the numerics of all commits.
 
 The lists at the top name the settings that may change when a run is resumed. No other setting may change:
 
@@ -249,8 +249,8 @@ class Identity:
         return frozenset(statement.config_hash for statement in self.statements)
 
     def numerics_of(self, gang: str) -> list[GangNumerics]:
-        """Return the numerics of a gang that were first seen under the last statement whose `anew` is True, or under a
-        later statement. The oldest comes first. If no statement has `anew` True, return all numerics of the gang."""
+        """Return a gang's numerics, the oldest first. If the run was resumed anew (`Statement.anew`), leave out
+        numerics that were first seen before the last such statement."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
         return [known for known in self.numerics if known.gang == gang and known.statement >= since]
 

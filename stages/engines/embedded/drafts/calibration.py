@@ -45,10 +45,10 @@ BRANCHES = 4
 """Maximum number of the learned head's guesses per position. Of these, one pass verifies all that are likely enough. A
 fifth guess would rarely be right. Kernels that do not support trees of guesses (Triton) get one guess per position."""
 TRAIN_SHARE = 0.5
-"""Largest share of the engine's idle time that is spent on training the head."""
+"""Maximum share of the engine's idle time that is spent on training the head."""
 BUSY_TRAIN_SHARE = 0.02
-"""Largest share of the engine's idle time that is spent on training the head while no core that this process may use is
-free. Training would then slow down the other processes on these cores."""
+"""Maximum share of the engine's idle time that is spent on training the head while all cores of this process are busy.
+Training would then slow down the other processes on these cores."""
 _MEASURED_S = 0.25
 """Minimum length of an interval in which idle cores are measured. The system counts CPU time in steps of 10 ms."""
 

@@ -12,9 +12,9 @@ where s_k is the head's state after k steps, U its output layer, a the root mean
 share one embedding.
 
 Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes per number) and a
-quarter for rows in flight (4 bytes per number; see `draft_head`). For hidden size C and a reduced vocabulary of R
-tokens, the head takes about 4 * 4 * (5 C² + 2 R C) bytes (float32 weights, gradients and AdamW's two moments), and W
-takes 4 R C bytes: together 110 MB at C = 576, R = 4096.
+quarter for rows in flight (4 bytes per number; see `draft_head`). Let C be the hidden size and R the number of tokens
+in the reduced vocabulary. The head takes about 4 * 4 * (5 C² + 2 R C) bytes, for float32 weights, gradients and AdamW's
+two moments. W takes 4 R C bytes. Together this is 110 MB at C = 576, R = 4096.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _PUBLISH_STEPS = 16
 _PLACE_BYTES = 16
 """Bytes of a stored position in addition to its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02
-"""A new vocabulary replaces the old one only if its gain exceeds this. The gain is the share of the responses' tokens
-that the new vocabulary covers, minus the share that the old one covers."""
+"""A new vocabulary replaces the old one only if it covers a larger share of the responses' tokens. The new share must
+exceed the old one by more than this."""
 
 
 def cell_input(
@@ -231,8 +231,8 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return the share of the responses' tokens that the best vocabulary of this size covers, minus the share that
-        the vocabulary of `head` covers."""
+        """Return the share of the responses' tokens that a new vocabulary would gain. It is the share covered by the
+        best vocabulary of this size, minus the share covered by the vocabulary of `head`."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()
@@ -286,9 +286,10 @@ def masked_loss(
     wanted: Float32[torch.Tensor, "B K C"],
     mask: Bool[torch.Tensor, "B K"],
 ) -> Float32[torch.Tensor, ""]:
-    """Return the mean loss over the entries in `mask`. The loss of an entry is the cross-entropy with the teacher's
-    distribution (the KL divergence up to a constant), plus `_FEATURE_WEIGHT` times the smooth L1 distance between the
-    head's state `made` and the model's state `wanted`."""
+    """Return the mean loss over the entries in `mask`. The loss of an entry is the sum of two terms:
+
+    - the cross-entropy with the teacher's distribution, which is the KL divergence up to a constant
+    - `_FEATURE_WEIGHT` times the smooth L1 distance between the head's state `made` and the model's state `wanted`"""
     entropy = -(teacher_probs * logits.log_softmax(-1)).sum(-1)
     distance = F.smooth_l1_loss(made, wanted, reduction="none").mean(-1)
     return ((entropy + _FEATURE_WEIGHT * distance) * mask).sum() / mask.sum().clamp(min=1)

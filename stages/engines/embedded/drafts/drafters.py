@@ -1,8 +1,8 @@
 """Drafters guess a row's next tokens, which one pass verifies. This module has their protocol, the lookup of n-grams,
 and `Guesses`, which adds to each guess its probability of being accepted.
 
-A draft is accepted up to its first token that differs from the token that the row would get without drafts. So a
-drafter can make generation faster or slower, but never change its tokens.
+A draft is accepted up to its first wrong token. A token is right if the row would get the same token without drafts. So
+a drafter can make generation faster or slower, but never change the tokens.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class Guesses:
 
 
 def merge_guesses(first: Guesses, second: Guesses) -> Guesses:
-    """Merge two trees of guesses. A guess that is in both keeps the kind, class and gain from the tree that gives it
-    the higher gain."""
+    """Merge two trees of guesses. If a guess is in both trees, the merged tree takes its kind, class and gain from the
+    tree with the higher gain."""
     tokens, parents = list(first.tree.tokens), list(first.tree.parents)
     kinds, levels, gains = list(first.kinds), list(first.levels), list(first.gains)
     numbers = {pair: guess for guess, pair in enumerate(zip(parents, tokens, strict=True))}

@@ -7,7 +7,8 @@
 
 The stage is a pure function, computed in float64. It gets the whole step and not a shard, since four things are defined
 over the step: whitening, groups of responses to one prompt, the running moments of scores, and the KL controller.
-`state` passes from step to step. It is a small JSON object in the stage's output, so every checkpoint has it.
+`state` passes from step to step. The state is a small JSON object in the stage's output, so every checkpoint has the
+state.
 """
 
 from __future__ import annotations

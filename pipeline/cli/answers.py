@@ -29,7 +29,8 @@ from storage.errors import StoreError
 from storage.redaction import redacted_text
 
 WORKING = frozenset({"run", "resume", "job", "worker", "sweep", "reward"})
-"""Commands that continue if nobody can read their output any more. Other commands fail."""
+"""Commands that continue even if their terminal was closed or nobody reads their output any more. Other commands fail
+then."""
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

@@ -44,7 +44,8 @@ def run(
     name that committed no update is moved aside.
 
     Args:
-        config: the config. It is checked again, so you may change it after loading. It is not modified.
+        config: the config to run. You may change a config after loading, because `run` checks it again. `run` does not
+            modify it.
         callbacks: functions that the driver's process calls. Each is called as `callback(step, metrics)` when a step is
             over, and as `callback(version, metrics)` with the `eval/` metrics when an evaluation is over. A callback
             gets copies of the metrics, so it cannot change the run's numbers. An exception in a callback ends the run,

@@ -485,8 +485,8 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
 
 
 def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]:
-    """Return the MLflow tags that name the parent and the repeated updates. They include MLflow's own parent tag if
-    both runs are in the same MLflow store."""
+    """Return the MLflow tags that name the parent and the repeated updates. If both runs are in the same MLflow store,
+    MLflow's own parent tag is among the tags."""
     tags = {"stageline.parent": str(parent.run_dir.resolve()), "stageline.updates": f"{steps.start}:{steps.stop}"}
     uri = variant.tracking.uri
     run_id = None if uri is None else delivered_run_id(RunPaths(parent.run_dir).mlflow_spool, uri)

@@ -1,5 +1,5 @@
-"""`stageline sync RUN [--to URI]`: deliver a run's tracking data to MLflow and to the trackers of `tracking.also`, as
-far as they do not have it yet. The data is read from the run's spool file."""
+"""`stageline sync RUN [--to URI]`: deliver a run's tracking data to MLflow and to the trackers of `tracking.also`. Data
+that a tracker already has is not sent again. The data is read from the run's spool file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def sync(config: RunConfig, to: str | None) -> int:
-    """Deliver the spool and return the exit code. `to`: another MLflow store. If it is given, it gets the whole run,
-    and nothing is delivered to the stores of the config.
+    """Deliver the spool file and return the exit code. `to`: another MLflow store, which gets the data of the whole
+    run. If `to` is given, nothing is delivered to the stores of the config.
 
     A missing database file is created. A missing directory is not created, because it is more likely a spelling error.
 

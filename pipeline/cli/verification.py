@@ -70,7 +70,8 @@ class RunContent:
     dropped_before: int = 0
     """First step whose arrays were not deleted. The deleted arrays of earlier steps are not checked."""
     unneeded: frozenset[Address] = frozenset()
-    """Nodes whose records are lost, but whose outputs nothing needs any more. They do not count as faults."""
+    """Nodes whose records are lost, and whose outputs nothing needs any more. A lost record of such a node is not a
+    fault."""
 
     @property
     def update_stages(self) -> Mapping[Role, str]:
@@ -243,8 +244,8 @@ def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> 
 def check_staleness(run: RunContent) -> Answer:
     """Check the weight version of every sampled token:
 
-    - Tokens of step i are of version max(0, i - eta), where eta is `staleness`. With `rollout.versions` `latest` or
-      `inflight` they may also be of newer versions, up to i.
+    - Tokens of step i are of version max(0, i - eta), where eta is `staleness`. If `rollout.versions` is `latest` or
+      `inflight`, these tokens may also be of newer versions, up to i.
     - Tokens of an evaluation are of the evaluated version."""
     tokens = sum(rows.tokens for rows in run.rows.values())
     faults = [fault for rows in run.rows.values() for fault in rows.version_faults]

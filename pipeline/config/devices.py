@@ -181,8 +181,8 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return worker -> indices of its GPUs, for the units `following`. Their gang uses the GPUs that `assigned` gives
-    to the workers of the gang `leader`."""
+    """Return worker -> indices of its GPUs, for the units `following` of one gang. This gang uses the GPUs of another
+    gang, its `leader`, in order. `assigned`: worker -> its GPUs, with the leader's workers."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:

@@ -175,8 +175,9 @@ def _largest(items: Mapping[str, int]) -> str:
 def _with_advice(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str], gang: Gang, predicted: str
 ) -> Problem:
-    """Return the problem of a run that does not fit. It names a cache size or layouts that would fit, or else other
-    changes. `gang`: the gang that takes the most memory."""
+    """Return the problem of a run that does not fit. The problem names a cache size or layouts that would fit. If there
+    are none, the problem names other changes that would save memory. `gang`: the gang that takes the most memory.
+    `predicted`: text about the predicted memory."""
     key, settings, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
     trained = bool(gang.roles & MODEL_ROLES)
     fitting = [layout_text(one) for one in fitting_layouts(run, limits, gang, hosts)] if trained else []

@@ -81,8 +81,8 @@ CHANGEABLE_KEYS = {
 POOL_KEYS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
 """Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
 _LOCATION_KEYS = frozenset({"name", "runs_dir"})
-"""Settings that make up the path of the run's directory. The directory may have been moved, so their recorded values
-are not compared."""
+"""Settings that make up the path of the run's directory. The recorded values of these settings are not compared,
+because the directory may have been moved."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Statement:
     """Seconds since the epoch."""
     why: str
     config: Mapping[str, Any]
-    """The resolved config, as sections and keys. It is written and compared without secrets."""
+    """The resolved config, as sections and keys. Secrets are neither written nor compared."""
     config_hash: str
     """Digest of the config. Commits made under the config store the same digest."""
     software: Mapping[str, str]

@@ -64,8 +64,8 @@ class VersionedEngine:
         in_flight: bool = False,
         fetch: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`fetch(version)`: called with a version that the board lacks. It copies the version from another host, if
-        another host has it."""
+        """`fetch(version)`: called with a version that the board lacks. The function copies the version from another
+        host, if another host has the version."""
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch
@@ -114,8 +114,8 @@ class VersionedEngine:
                 pass
 
     def sleep(self) -> None:
-        """Free the engine's devices until the next shard. Does nothing if they are already free. Raises RuntimeError if
-        the engine has shards or is loading weights."""
+        """Free the engine's devices until the next shard. Does nothing if the devices are already free. Raises
+        RuntimeError if the engine has shards or is loading weights."""
         with self._changed:
             if self._inside or self._loading:
                 raise RuntimeError(f"{self._inside} shards are in the engine: it sleeps after them")

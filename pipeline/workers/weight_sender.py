@@ -45,7 +45,7 @@ PIECE_BYTES = 4 << 20
 PROGRAM = "pipeline.workers.weight_sender"
 """Module of the sender's process."""
 _PIECES_AHEAD = 2
-"""Number of pieces of each stripe that the receiver reads before they are needed."""
+"""Number of pieces of each stripe that the receiver reads before it yields the next piece."""
 _LOOK_S = 0.005
 """Seconds between two checks of how much of a growing file is there."""
 _IDLE_S = 60.0

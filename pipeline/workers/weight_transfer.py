@@ -101,7 +101,7 @@ class _Source:
 
 
 class WeightMirror:
-    """Owns the sending and receiving of versions for the board of a worker's host. It works after a call of `open`."""
+    """Owns the sending and receiving of versions for the board of a worker's host. Call `open` to begin."""
 
     def __init__(self, worker: Worker, spec: MirrorSpec) -> None:
         self._worker = worker
@@ -272,9 +272,9 @@ class WeightMirror:
             self._board.release(version)
 
     async def _source(self, version: int, may_redirect: bool) -> _Source:
-        """Return the process that sends a version. It belongs to the publisher, or to the worker that the publisher
-        names. Raises MissingOutput if the publisher does not have the version. Raises _SourceLost if the publisher or
-        the named worker does not answer, or if the named worker does not have the version."""
+        """Return the process that sends a version. The process belongs to the publisher, or to the worker that the
+        publisher names. Raises MissingOutput if the publisher does not have the version. Raises _SourceLost if the
+        publisher or the named worker does not answer, or if the named worker does not have the version."""
         with _raise_as_lost(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]

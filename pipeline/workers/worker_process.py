@@ -92,11 +92,11 @@ None of them may start a thread, since a process with threads must not fork."""
 _SCRATCH = "stageline-dask-"
 """Prefix of a process's Dask directory in the temporary folder. The process id follows, as in `ENGINE_SCRATCH`."""
 TERMINAL_SIGNALS = frozenset({signal.SIGINT, signal.SIGHUP})
-"""Signals that a terminal sends to every process of a command, at Ctrl-C and when it is closed. Only the driver must
-react to them."""
+"""Signals that a terminal sends to every process of a command: at Ctrl-C, and when the terminal is closed. Only the
+driver must react to these signals."""
 _UNLIMITED = 1_000_000.0
-"""Capacity of the Dask resource that pins nodes to a worker: enough for any number of them. The number of threads is
-the limit."""
+"""Capacity of the Dask resource that pins nodes to a worker. It is enough for any number of nodes. The number of nodes
+at one time is limited by the worker's threads."""
 
 
 def _worker_extensions() -> dict[str, Any]:
@@ -111,8 +111,9 @@ def wait_policy(shared: bool) -> str:
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
     """Return the environment variables to set in a worker's process. The process also inherits the variables of the
-    forkserver. The result includes this process's own variables, except those in `FORKSERVER_ENVIRONMENT`. They may
-    have changed since the forkserver started: a notebook, for example, may set credentials after its first run.
+    forkserver. The result includes this process's own variables, except those in `FORKSERVER_ENVIRONMENT`. This
+    process's variables may have changed since the forkserver started: a notebook, for example, may set credentials
+    after its first run.
 
     Args:
         shared: True if the process shares its cores.
@@ -137,9 +138,9 @@ def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, s
     engine. Return no variables for any other worker. A user's own values stay.
 
     Expandable segments keep buffers of many sizes from leaving holes in the GPU's memory. Workers with an engine do not
-    get them, because its CUDA graphs need fixed segments. With one connection to the device, which Megatron asks for,
-    kernels start in the order of their launch. So a collective of sequence parallelism overlaps the matrix product that
-    is launched after it."""
+    get expandable segments, because the engine's CUDA graphs need fixed segments. With one connection to the device,
+    which Megatron asks for, kernels start in the order of their launch. So a collective of sequence parallelism
+    overlaps the matrix product that is launched after it."""
     if not gpus or Role.GENERATE in roles or MODEL_ROLES.isdisjoint(roles):
         return {}
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -181,8 +182,8 @@ def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, floa
 
 
 def worker_threads(gang: Gang, waiting: int = 0) -> int:
-    """Return the number of tasks that a worker runs at once. These are its nodes. In a pool, `waiting` tasks are added,
-    for shards that only wait for rows in other replicas."""
+    """Return the number of tasks that a worker runs at once: the gang's maximum number of running nodes. In a pool,
+    `waiting` tasks are added, for shards that only wait for rows in other replicas."""
     return gang.max_running_nodes if gang.is_ordered else gang.max_running_nodes + waiting
 
 
@@ -242,7 +243,8 @@ def dask_settings() -> Iterator[None]:
 
 
 def ending_signals() -> frozenset[signal.Signals]:
-    """Return the signals that end a driver or a `stageline worker`. SIGHUP is not among them under `nohup`."""
+    """Return the signals that end a driver or a `stageline worker`: SIGTERM, SIGINT and SIGHUP. SIGHUP is left out
+    under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return frozenset({signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP}))
 
@@ -259,8 +261,8 @@ def start_forkserver(*, shared: bool) -> None:
     """Start the forkserver, the process that all workers are forked from, unless this process has one already.
 
     The forkserver imports `PRELOADED` (except on a host with NVIDIA devices), so a worker starts seconds sooner. It
-    blocks the terminal's signals for all workers. OpenMP reads its settings when it is loaded, so they are set here.
-    `shared`: True if the workers share cores."""
+    blocks the terminal's signals for all workers. OpenMP's settings are set here, because OpenMP reads them when it is
+    loaded. `shared`: True if the workers share cores."""
     environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
     before = {name: os.environ.get(name) for name in environment}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)

@@ -1,4 +1,4 @@
-"""The capabilities of each kind of engine. All decisions about what an engine can do are based on them alone.
+"""The capabilities of each kind of engine. Decisions about what an engine can do are based on its capabilities alone.
 
     config, device ──► Capabilities ──┬─► checks: refuse a run that needs more, before anything starts
                                       ├─► pipeline/config/preflight.py: list the guarantees that the run does not have
@@ -24,7 +24,8 @@ a tiny model, and 820 to 910 MiB with SmolLM2. Other builds and TensorRT-LLM wer
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Facts about an engine's memory that its settings do not contain. The prediction of a run's memory uses them."""
+    """Facts about an engine's memory that the engine's settings do not contain. They are inputs of the prediction of a
+    run's memory."""
 
     reserves_cache: bool = False
     """True if the engine allocates all of `engine.kv_budget_mb` at the start, even if its rows need less."""

@@ -64,7 +64,7 @@ class EngineConfig:
     from its defaults."""
 
     kind: Literal["embedded", "vllm", "tensorrt_llm"] = "embedded"
-    """Engine. vllm and tensorrt_llm run in a Python environment of their own (`engine.python`)."""
+    """Kind of engine. vllm and tensorrt_llm run in Python environments of their own (`engine.python`)."""
     python: str | None = None
     """Python interpreter of the environment of vLLM or TensorRT-LLM. null: the interpreter that `make engine-vllm` or
     `make engine-trtllm` installed below the working directory. The saved config has its absolute path."""
@@ -79,7 +79,8 @@ class EngineConfig:
     """Capture decode passes as CUDA graphs, once per size, and replay them. This has an effect only on CUDA, and in the
     embedded engine only with Triton's kernels. TensorRT-LLM ignores it and decides itself."""
     tensor_parallel: int = setting(1, at_least(1))
-    """Number of ranks that share each block of a replica. Each of them holds some heads and a part of the MLP."""
+    """Number of ranks that share each block of a replica. Each of these ranks holds some heads and a part of the
+    MLP."""
     pipeline_parallel: int = setting(1, at_least(1))
     """Number of pipeline stages of a replica. Each stage holds some of the blocks. A replica has tensor_parallel x
     pipeline_parallel ranks. Each rank is a process with a device (or threads) of its own."""

@@ -25,7 +25,7 @@ class Admission:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """The lock, notified at every change that a thread waits for. It also guards the engine's counts."""
+        """The lock, notified at every change that a thread waits for. The lock also guards the engine's counts."""
         self.num_unfinished = 0
         """Number of accepted rows that the engine still has to finish. A row no longer counts when it has been returned
         to its caller, dropped, or moved to another engine."""

@@ -1,5 +1,5 @@
 """Batches. `lay_out` turns chunks of rows into the arrays that a runner computes on. `keep` appends the drawn tokens to
-their rows."""
+the rows."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]
     right guess, up to the row's end.
 
     Return the indices of the valid draws, for each sampling chunk. Index 0 is the draw after the chunk's own tokens,
-    and index 1 + j the draw after guess j. The keys of wrong guesses stay in the cache until they are overwritten. So
-    do the keys of right guesses that are not in place. If the model's output for a row is not finite, the row gets a
-    `failure` and no more tokens."""
+    and index 1 + j the draw after guess j. The keys of wrong guesses stay in the cache until they are overwritten. The
+    same holds for the keys of right guesses that are not in place (see `rows`). If the model's output for a row is not
+    finite, the row gets a `failure` and no more tokens."""
     pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
     kept, start = [], 0
     for chunk in chunks:

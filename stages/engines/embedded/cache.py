@@ -163,8 +163,8 @@ class BlockPool:
                     self._free.append(block)
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the content of those `blocks` that have no other holder than the caller's row. Return these blocks;
-        the caller still holds them."""
+        """Forget the content of the blocks in `blocks` that have no holder but the caller's row. Return these blocks.
+        The row still holds them."""
         own = [block for block in blocks if self._reference_counts[block] == 1]
         for block in own:
             if block in self._content:

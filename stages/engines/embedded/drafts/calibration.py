@@ -33,10 +33,10 @@ _GUESSES = 32
 a large part of the pass."""
 _PROPORTIONAL = 3.0
 """If a pass of n tokens takes more than this many times as long as a pass of n / 4 tokens, larger passes are not timed.
-Their time grows nearly in proportion to their size, so drafts do not pay there. Timing them would take seconds on a
-slow processor."""
+The time of larger passes grows nearly in proportion to their size, so drafts do not pay there. Timing larger passes
+would take seconds on a slow processor."""
 HEAD_VOCAB = 4096
-"""Size of the learned head's vocabulary. It consists of the most frequent tokens of the responses."""
+"""Number of tokens in the learned head's vocabulary: the most frequent tokens of the responses."""
 LENGTHS: Literal["measured", "longest"] = "measured"
 """Choice of the length of drafts. measured: the length with the highest expected tokens per second, possibly 0.
 longest: the maximum that the drafters make. longest is slower if many guesses are wrong, but tests use it to get drafts

@@ -2,8 +2,8 @@
 
 `choose_guesses` and `choose_depth` maximise the expected tokens per second under the cost model. The model may be wrong
 where a gain is small, so `Trials` checks it. For each number of decoding rows `Trials` compares the tokens per second
-of passes with and without drafts, the time of drafting included. If drafts do not gain, they pause, each time for
-longer. If they gain, one pass in `_PLAIN_EVERY` still runs without drafts, so that the comparison stays current.
+of passes with and without drafts, the time of drafting included. If drafts do not gain, drafts pause, each time for
+longer. If drafts gain, one pass in `_PLAIN_EVERY` still runs without drafts, so that the comparison stays current.
 
 Imports the standard library only, and reads no clock.
 """
@@ -130,7 +130,7 @@ def choose_guesses(
         num_rows: number of decoding rows.
         num_tokens: number of tokens that are fed anyway.
         gains: `gains[i][j]` is the probability that guess j of row i and all guesses before it on its path are right.
-            It is at most the gain of the parent, which has a smaller j.
+            The gain of a guess is at most the gain of its parent, and the parent has a smaller j.
         seconds: the function T, from the number of tokens of a pass to its seconds.
         threshold: factor by which the choice must be better than no guesses.
     """
@@ -185,8 +185,8 @@ def choose_depth(
 # ---- trials: passes with and without drafts --------------------------------------------------------------
 
 _WINDOW = 16
-"""Minimum length, in passes, of the window of the latest passes with drafts. They are compared with the latest passes
-without drafts."""
+"""Minimum length, in passes, of the window of passes with drafts. The window has the latest such passes. They are
+compared with the latest passes without drafts."""
 _WINDOW_ROWS = 128
 """Minimum number of rows in the window of passes with drafts, summed over its passes. With few rows the number of
 tokens per row is mostly chance. A comparison of a few passes would sooner or later be wrong."""

@@ -3,13 +3,13 @@
 The head learns from the model (the teacher). This needs no extra pass of the model, since the engine stores the hidden
 states that it computes anyway. The teacher's distribution after state h is softmax(W h), where W holds the rows of the
 model's output layer for the tokens of a reduced vocabulary. The head starts from the state h_j from which token y_j was
-drawn. It is unrolled over y_j and the tokens that followed. Its loss at step k is
+drawn. The head is unrolled over y_j and the tokens that followed. The loss at step k is
 
     KL(softmax(W h_{j+k}) || softmax(U s_k)) + b * smooth_l1(s_k / a, h_{j+k} / a)        k = 1 .. UNROLLED
 
 where s_k is the head's state after k steps, U its output layer, a the root mean square of a state's numbers
-(`Student.scale`), and b `_FEATURE_WEIGHT`. Tokens outside the reduced vocabulary are never targets. As inputs they
-share one embedding.
+(`Student.scale`), and b `_FEATURE_WEIGHT`. Tokens outside the reduced vocabulary are never targets. As inputs of the
+head, these tokens share one embedding.
 
 Memory: hidden states take up to `budget_bytes`, three quarters of it for finished rows (2 bytes per number) and a
 quarter for rows in flight (4 bytes per number; see `draft_head`). Let C be the hidden size and R the number of tokens

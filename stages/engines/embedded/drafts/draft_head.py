@@ -36,8 +36,8 @@ _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
 one. The class of any other guess depends on its distance from the best one. Lead and distance are differences of
 logits, noise included."""
 _RANKS = 4
-"""Number of ranks (the best guess after a token, the second best, ...) that have confidence classes of their own.
-Guesses of lower rank share the classes of the last of these ranks."""
+"""Number of ranks that have confidence classes of their own. The best guess after a token has the first rank, the
+second best guess the second rank. Guesses of lower ranks share the classes of the last of these ranks."""
 KIND = "learned"
 
 

@@ -28,8 +28,8 @@ _RESPONSES = 2
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter's guesses for one row. `kind` names the way in which they were found. Acceptance is measured for each
-    kind and depth."""
+    """A drafter's guesses for one row. `kind` names the way in which the guesses were found. Acceptance is measured for
+    each kind and depth."""
 
     tree: DraftTree
     kind: str
@@ -49,7 +49,8 @@ class Drafter(Protocol):
     wants_hidden: bool
     """True if `observe` must get the model's hidden states."""
     generation: int
-    """Number of the trained version that makes the drafts. It increases when a newly trained version comes into use."""
+    """Number of the trained version that makes the drafts. The number increases when a newly trained version comes into
+    use."""
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
         """Return for each row a draft of the tokens after `row.tokens`, or None if there is none. `longest`: maximum
@@ -167,8 +168,8 @@ class Guesses:
     levels: tuple[int | None, ...]
     """Confidence class of each guess; see `Draft`."""
     gains: tuple[float, ...]
-    """Probability that each guess and all guesses before it on its path are right. It is at most the gain of the
-    guess's parent."""
+    """Probability that each guess and all guesses before it on its path are right. The gain of a guess is at most the
+    gain of its parent."""
 
     @property
     def total(self) -> float:
@@ -198,8 +199,8 @@ class Guesses:
         )
 
     def as_fed(self) -> Guesses:
-        """Return the same guesses with the main chain first. Then the keys of the main chain are written where they
-        belong (see `rows`)."""
+        """Return the same guesses in the order in which they are fed: the main chain comes first. Then the keys of the
+        main chain are in place (see `rows`)."""
         chain = self.main_chain
         return self.only([*chain, *(guess for guess in range(len(self.tree)) if guess not in chain)])
 

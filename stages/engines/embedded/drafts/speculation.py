@@ -59,14 +59,14 @@ class Speculation:
         """Start without measurements.
 
         Args:
-            drafters: sources of drafts. Drafters that work position by position must come last. They are asked only for
-                rows for which the other drafters have no better draft.
+            drafters: sources of drafts. Drafters that work position by position must come last. Such a drafter is asked
+                only for rows for which the other drafters have no better draft.
             costs: measured seconds of passes.
             longest: maximum number of positions in a draft.
             lengths: see `calibration.LENGTHS`.
             clock: returns the time in seconds.
             train_share: returns the largest share of the engine's idle time in which drafters may learn now. It is
-                called with True when they begin to learn, and with False when they end.
+                called with True when the drafters begin to learn, and with False when they end.
             branching: True if a pass may hold several guesses for one position.
         """
         self.costs = costs
@@ -206,8 +206,8 @@ class Speculation:
     def _worth_verifying(
         self, proposed: Mapping[Row, Guesses], num_rows: int, num_tokens: int, seconds: Callable[[float], float]
     ) -> dict[Row, Guesses]:
-        """Return row -> its guesses that are worth verifying, in the order in which they are fed. Rows that have none
-        are left out."""
+        """Return row -> the row's guesses that are worth verifying. The guesses are in the order in which they are fed.
+        Rows without guesses worth verifying are left out."""
         chosen = [list(range(len(guesses.tree))) for guesses in proposed.values()]
         if self._lengths == "measured" and proposed:
             gains = [guesses.gains for guesses in proposed.values()]
@@ -292,11 +292,11 @@ def _total(proposed: Mapping[Row, Guesses], row: Row) -> float:
 # ---- acceptance ------------------------------------------------------------------------------------------
 
 _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
-"""Assumed numbers of accepted and tried guesses before any measurement. They are optimistic, so that every kind is
-tried."""
+"""Assumed numbers of accepted and tried guesses before any measurement. The assumption is optimistic, so that every
+kind is tried."""
 _DECAY = 0.999
-"""Factor by which all counts are multiplied per pass. Since they shrink, a kind of guess that is no longer used is
-tried again after some hundreds of passes."""
+"""Factor by which all counts are multiplied per pass. Since the counts shrink, a kind of guess that is no longer used
+is tried again after some hundreds of passes."""
 _DECAY_AFTER_LEARNING = 0.5
 """Factor by which a drafter's counts are multiplied when a newly trained version of the drafter comes into use."""
 _WIDTH_RATE = 0.05

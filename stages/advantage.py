@@ -219,7 +219,8 @@ def _estimator_metrics(
     groups: Groups | None,
     loss_mask: torch.Tensor,
 ) -> dict[str, float]:
-    """Return the metrics of the critic, or of the groups if there is no critic. Empty under `reinforce_pp`."""
+    """Return the metrics of the critic, or of the groups if there is no critic. Return no metrics under
+    `reinforce_pp`."""
     if values is not None:
         return measure.value_metrics(values.values, returns.numpy(), loss_mask.numpy())
     if groups is None:
@@ -257,7 +258,7 @@ def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[st
 
 
 def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:
-    """Return the metrics of the proximal policy. Empty if it was not computed."""
+    """Return the metrics of the proximal policy. Return no metrics if no proximal policy was computed."""
     if policy is None:
         return {}
     mask = rollout.response_mask

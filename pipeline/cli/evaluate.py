@@ -57,7 +57,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def evaluation_config(path: str, prompts: str | None, reward: str | None, sources: Sequence[str]) -> RunConfig:
-    """Return the config of an evaluation. Raises ConfigError.
+    """Return the config of an evaluation. Raises ConfigError if an argument or a setting cannot be used.
 
     Args:
         path: directory of the model.

@@ -153,7 +153,7 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
 
 def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str | None]:
     """Return a function that takes a config, and returns the reason why its run would be refused on the cluster. The
-    function returns None if the run would start."""
+    function returns None if the run would start. `text`: the cluster as the user wrote it, for messages."""
 
     def refuse(config: RunConfig) -> str | None:
         try:

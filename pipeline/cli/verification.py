@@ -1,7 +1,7 @@
 """`stageline check RUN`: verify a finished or dead run from its files.
 
 Each proof is a function that checks all records of one kind. It returns a text about what it counted, and a list of all
-problems. A run that died must pass the same proofs, for the steps before its death.
+problems. A run that died must pass the same proofs, for the steps that it reached.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Answer = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Facts about a rollout. The facts are kept and the arrays are not, because the rollouts of a long run do not fit
-    into memory."""
+    """Facts about a rollout. A check keeps these facts and not the arrays, because the rollouts of a long run do not
+    fit into memory."""
 
     numbers: tuple[int, ...]
     tokens: int
@@ -256,9 +256,10 @@ def check_staleness(run: RunContent) -> Answer:
 def check_lineage(run: RunContent) -> Answer:
     """Check three claims about each commit:
 
-    - It names exactly the inputs that its node has in the graph.
-    - It names each input with the content that is committed now.
-    - If its node belongs to the policy or the critic, it names the weight version that the node has in the graph."""
+    - The commit names exactly the inputs that its node has in the graph.
+    - The commit names each input with the content that is committed now.
+    - If the node belongs to the policy or the critic, the commit names the weight version that the node has in the
+      graph."""
     faults, num = list(lineage_faults(run.commits.values(), run.commits)), 0
     for address, commit in run.commits.items():
         named = {one.address for one in commit.provenance.inputs}
@@ -320,8 +321,8 @@ def check_checkpoints(run: RunContent) -> Answer:
 
     - Its files have the recorded CRCs.
     - Its pickles hold only data.
-    - The digest of its weights equals the digest in the commit of the update that made this version. This is not
-      checked if the commit is gone and no longer needed.
+    - The digest of its weights equals the digest in the commit of the update that made the checkpoint's version. This
+      is not checked if that commit is gone and no longer needed.
 
     A run whose newest checkpoint is damaged resumes from the checkpoint before it."""
     faults, counted = [], 0
@@ -338,7 +339,8 @@ def check_checkpoints(run: RunContent) -> Answer:
 
 
 def _checkpoint_fault(run: RunContent, checkpoints: Checkpoints, role: Role, made_by: Address) -> str | None:
-    """Return the fault of a checkpoint, or None. `made_by`: the update that made the checkpoint's version."""
+    """Return the fault of a checkpoint, or None if there is no fault. `made_by`: the update that made the checkpoint's
+    version."""
     version = made_by.step + 1
     try:
         checkpoints.fetch(role, version)

@@ -95,8 +95,8 @@ def plan_devices(
     device_sharing: DeviceSharing = (),
 ) -> dict[Worker, tuple[int, ...]]:
     """Return worker -> the indices of its GPUs on its host. There are no indices if the worker needs no GPU or the host
-    has none. `device_problems` must find no problem in the placement. Except under `device_sharing`, workers share GPUs
-    only if there are too few."""
+    has none. `device_problems` must find no problem in the placement. Workers share GPUs only if there are too few, or
+    if their gangs are in one group of `device_sharing`."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
@@ -204,7 +204,7 @@ def _units(gangs: Sequence[Gang], hosts: Mapping[Worker, str], host: str) -> lis
 
 
 def _assign_gpus(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int, ...]] | _Unit:
-    """Return worker -> indices of its GPUs, or the first unit that cannot be placed."""
+    """Return worker -> indices of its GPUs. If a unit cannot be placed, return the first such unit instead."""
     load = [0] * available
     assigned: dict[Worker, tuple[int, ...]] = {}
     taken: list[tuple[int, ...]] = []

@@ -107,8 +107,8 @@ def devices_memory(
 def fitting_layouts(
     run: PlannedRun, limits: MemoryLimits, gang: Gang, hosts: Mapping[Worker, str] | None = None
 ) -> list[LayoutConfig]:
-    """Return the layouts of a gang with which the run is predicted to fit, the cheapest first: less recomputation, then
-    fewer ranks per model."""
+    """Return the layouts of a gang with which the run is predicted to fit, the cheapest first. Layouts are ordered by
+    recomputation, and then by the number of ranks per model."""
     layouts, placement = [], run.config.placement
     for layout in _layouts(run, gang):
         gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}
@@ -215,7 +215,8 @@ def _memory_saving_changes(run: PlannedRun, gang: Gang) -> Iterator[str]:
 
 
 def layout_text(layout: LayoutConfig) -> str:
-    """Return a layout as a config writes it. All its settings are written, so that it can replace any other layout."""
+    """Return a layout as text, in the form of a config. The text has all settings, so that it can replace any other
+    layout."""
     return (
         f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, "
         f"sequence_parallel: {str(layout.sequence_parallel).lower()}, "
@@ -228,9 +229,9 @@ def _max_bytes_at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
     """Return the maximum number of bytes that these workers hold on a GPU at one time. In a group of gangs that share
-    devices, one gang is active at a time and counts in full. The others count with the bytes that they leave on the
-    device. The active gang is taken to be the gang for which the sum is largest. `shares`: worker -> the number of GPUs
-    over which its bytes are spread."""
+    devices, one gang is active at a time and counts in full. The other gangs of the group count with the bytes that
+    they leave on the device. The sum is computed with the active gang that makes it largest. `shares`: worker -> the
+    number of GPUs over which its bytes are spread."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:

@@ -153,7 +153,7 @@ class HardwareCluster:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a GPU."""
+        """Memory of a GPU, in bytes."""
         return int(self.hardware.device_memory_gib * GIB)
 
     @property

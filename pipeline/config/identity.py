@@ -77,9 +77,10 @@ CHANGEABLE_KEYS = {
     "evaluate.every": "which versions are evaluated; those that are past are made again for it",
     "mismatch.alarm_nats": "when somebody is told",
 }
-"""Setting that is in the digest and may change -> the reason why it may."""
+"""Setting that is in the digest and may change -> the reason why the setting may change."""
 POOL_KEYS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
-"""Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
+"""Settings of a gang that may change if the gang is a pool. In a pool, a row's result does not depend on its replica or
+on other rows."""
 _LOCATION_KEYS = frozenset({"name", "runs_dir"})
 """Settings that make up the path of the run's directory. The recorded values of these settings are not compared,
 because the directory may have been moved."""

@@ -76,7 +76,7 @@ class VersionedEngine:
         self._names: frozenset[str] = frozenset()
         """Names of the tensors in the version that was loaded last. Empty before the first load."""
         self._broken: str | None = None
-        """Reason why the engine cannot be used any more."""
+        """Reason why the engine cannot be used any more. None if it can be used."""
         self._loading = False
         self._asleep = False
         """True while the engine has freed its devices."""

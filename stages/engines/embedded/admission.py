@@ -30,12 +30,13 @@ class Admission:
         """Number of accepted rows that the engine still has to finish. A row no longer counts when it has been returned
         to its caller, dropped, or moved to another engine."""
         self.weights: tuple[int, Any] | None = None
-        """Version and prepared weights for the engine thread to take before its next batch."""
+        """Version and prepared weights for the engine thread to take before its next batch. None if there are no new
+        weights."""
         self.num_pausing = 0
         """Number of callers that want the engine thread to pause."""
         self.stopped = False
         self.failure: BaseException | None = None
-        """The error that stopped the engine; None if it was closed."""
+        """The error that stopped the engine. None if the engine runs, or was closed."""
         self._inbox: list[Row] = []
         self._closed = False
         """True from the start of a call of `drained` to the end of its block. Meanwhile `opened` waits, so no new rows
@@ -120,7 +121,8 @@ class Admission:
         return RuntimeError(f"the engine has stopped{reason}")
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """Mark the engine as stopped and wake every waiting thread."""
+        """Mark the engine as stopped and wake every waiting thread. `failure`: the error that stopped the engine, or
+        None."""
         with self.changed:
             self.stopped = True
             self.failure = self.failure if failure is None else failure

@@ -26,7 +26,7 @@ class Batch:
     ids: Int64[np.ndarray, " N"]
     positions: Int64[np.ndarray, " N"]
     rows: Int32[np.ndarray, " N"]
-    """Row of `tables` that each token belongs to."""
+    """For each token, the index of its row in `tables`."""
     tables: Int32[np.ndarray, "R W"]
     """Cache blocks of each row in order. Each block holds 16 positions."""
     drawn: Int64[np.ndarray, " M"]

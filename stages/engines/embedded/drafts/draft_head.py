@@ -200,10 +200,10 @@ def unroll(
 ) -> Guessed:
     """Return the head's guesses for `depth` positions, as draft ids.
 
-    The cost of a guess is the logit of the best guess after the same token minus its own logit. The cost of a path is
-    the sum of the costs of its guesses. At each position the `branches` cheapest paths are kept. Their last guesses are
-    the inputs of the next position. The logits are not divided by the temperature. Instead the noise is multiplied by
-    it, which gives the same order.
+    The cost of a guess is the logit of the best guess after the same token minus the guess's own logit. The cost of a
+    path is the sum of the costs of its guesses. At each position the `branches` cheapest paths are kept. Their last
+    guesses are the inputs of the next position. The logits are not divided by the temperature. Instead the noise is
+    multiplied by it, which gives the same order.
 
     Args:
         kernels: the kernels to compute with.

@@ -325,7 +325,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.passes = 0
-        """Number of passes so far; the owner increments it."""
+        """Number of passes so far. The owner of this object increments it."""
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
         """(kind, depth, confidence class) -> tally. The tally of class None counts how often at least one of a row's
         guesses of this kind and depth was right."""

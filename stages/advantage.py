@@ -170,7 +170,8 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
 def _without_equal_groups(
     loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> torch.Tensor:
-    """Return the loss mask. If `cfg.skip_equal_groups` is true, it excludes the groups whose scores are all equal."""
+    """Return the loss mask. If `cfg.skip_equal_groups` is true, the mask excludes the groups whose scores are all
+    equal."""
     if groups is None or not cfg.skip_equal_groups:
         return loss_mask
     return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]

@@ -125,8 +125,8 @@ def _tests_until(name: str | None) -> tuple[DoctorTest, ...]:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    """Submit a job with the tests to every node that a config asks for, and return the exit code. All nodes write their
-    reports into one folder. With `--dry-run`, only print the job's script."""
+    """Submit a job, and return the exit code. The job runs the tests on every node that a config asks for. All nodes
+    write their reports into one folder. With `--dry-run`, only print the job's script."""
     submission = import_module("pipeline.launch.submission")  # loads torch
     config = import_module("pipeline.cli.slurm_jobs").cluster_config([options.submit, *options.more])
     folder = Path(options.out, f"doctor-{config.name}").absolute()

@@ -35,8 +35,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def last_step(config: RunConfig) -> int:
-    """Return the newest step that has a committed shard of rollouts, even if its rows were deleted since. Raises
-    MissingOutput if there is none."""
+    """Return the newest step that has a committed shard of rollouts. The rows of the step may have been deleted. Raises
+    MissingOutput if there is no such step."""
     steps = [address.step for address in open_history(config).ledger.addresses("generate")]
     if not steps:
         raise MissingOutput(f"{config.run_dir} has no rollouts yet")

@@ -243,7 +243,8 @@ def _list_columns(rows: StageRows) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, repr=False)
 class OpenedRun:
-    """A run whose outputs can be read. Steps are numbered from 0. `steps=None` means all steps with rows."""
+    """A run whose outputs can be read. Steps are numbered from 0. In the methods, `steps=None` means all steps with
+    rows."""
 
     path: Path
     config: RunConfig
@@ -297,7 +298,7 @@ class OpenedRun:
         return table.drop(columns=unasked, errors="ignore").rename(columns={"step": "version"})
 
     def metrics(self) -> pd.DataFrame:
-        """Return a table with one line per finished step and one column per metric. Its index is the step."""
+        """Return a table with one line per finished step and one column per metric. The table's index is the step."""
         starts = read_run_starts(RunPaths(self.path).events)
         lines = {step: self.history.read_step_metrics(step, starts) for step in self.history.finished_steps()}
         return pd.DataFrame.from_dict(lines, orient="index").rename_axis("step")
@@ -305,8 +306,8 @@ class OpenedRun:
     def arrays(self, steps: Iterable[int] | None = None) -> xr.Dataset:
         """Return every stored array of these steps, as `step_arrays` describes. All arrays are in memory at once.
 
-        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. It cannot find committed files that are still in
-        the directory `attempts/`."""
+        To read lazily, use `xarray.open_datatree` on `rollouts.zarr`. xarray cannot find committed files that are still
+        in the directory `attempts/`."""
         return step_arrays(self.history, self._steps_or_all(steps), self.decode)
 
     def _join_tables(
@@ -327,7 +328,7 @@ class OpenedRun:
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
-    """Open a run's directory. Raises ConfigError if it holds no run."""
+    """Open a run's directory. Raises ConfigError if the directory holds no run."""
     return open_configured_run(read_saved_config(os.fspath(path)))
 
 

@@ -106,7 +106,7 @@ class ArrayDifference:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """A node's stored output beside its replayed output."""
+    """The comparison of a node's stored output with its replayed output."""
 
     address: Address
     differences: list[ArrayDifference]

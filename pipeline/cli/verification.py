@@ -391,7 +391,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of all proofs of a run, and notes that do not count as faults."""
+    """The results of all proofs of a run. Its notes do not count as faults."""
 
     num_commits: Counter[str]
     """Number of commits by stage."""

@@ -108,7 +108,7 @@ def fitting_layouts(
     run: PlannedRun, limits: MemoryLimits, gang: Gang, hosts: Mapping[Worker, str] | None = None
 ) -> list[LayoutConfig]:
     """Return the layouts of a gang with which the run is predicted to fit, the cheapest first. Layouts are ordered by
-    recomputation, and then by the number of ranks per model."""
+    the amount of recomputation, and then by the number of ranks per model."""
     layouts, placement = [], run.config.placement
     for layout in _layouts(run, gang):
         gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}

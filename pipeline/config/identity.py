@@ -281,9 +281,9 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 
 
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
-    """Return the changes from the config of the last statement to the saved config. Return an empty list too if the
-    saved config equals the config of the last but one statement: a driver may have died after it wrote a statement and
-    before it wrote the config. `saved`: the config in the run's directory, as sections."""
+    """Return the changes from the config of the last statement to the saved config. A driver may have died after it
+    wrote a statement and before it wrote the config. So the list is also empty if the saved config equals the config of
+    the statement before the last one. `saved`: the config in the run's directory, as sections."""
     changes = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in changes else changes[-1]
 

@@ -45,7 +45,7 @@ PIECE_BYTES = 4 << 20
 PROGRAM = "pipeline.workers.weight_sender"
 """Module of the sender's process."""
 _PIECES_AHEAD = 2
-"""Number of pieces of each stripe that the receiver reads before it yields the next piece."""
+"""Number of pieces of each stripe that the receiver reads ahead of the piece that it yields."""
 _LOOK_S = 0.005
 """Seconds between two checks of how much of a growing file is there."""
 _IDLE_S = 60.0
@@ -110,7 +110,7 @@ def _piece(stream: ssl.SSLSocket, num_bytes: int) -> memoryview:
 
 
 def _end_reads(stream: ssl.SSLSocket) -> None:
-    """Shut a connection down, so that a thread that waits for its bytes stops waiting."""
+    """Shut a connection down, so that threads stop waiting for its bytes."""
     with suppress(OSError):  # the sender has closed it already
         socket.socket.shutdown(stream, socket.SHUT_RDWR)
 

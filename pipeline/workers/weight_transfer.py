@@ -153,8 +153,8 @@ class WeightMirror:
     # ---- orders --------------------------------------------------------------------------------------------------
 
     async def _fetch_ahead(self, version: int) -> None:
-        """Fetch a version before anybody needs it. An error is only printed: it occurs again, and is reported, when the
-        version is needed."""
+        """Fetch a version before anybody needs it. An error is only printed. If the error lasts, it is reported when
+        the version is needed."""
 
         def work() -> None:
             try:
@@ -191,7 +191,8 @@ class WeightMirror:
         return {"manifest": manifest.to_json(), "other": other, "sender": sender}
 
     async def _manifest_to_send(self, version: int, digest: str | None) -> Manifest:
-        """Return the manifest of a version to send. Raises MissingOutput if it is neither here nor arriving."""
+        """Return the manifest of a version to send. Raises MissingOutput if the version is neither here nor
+        arriving."""
         while True:
             arriving = version in self._arriving
             try:

@@ -221,8 +221,9 @@ def nanny_options(
 
 
 def remove_abandoned_scratch(folder: Path) -> None:
-    """Remove scratch directories of Dask and of engines from the temporary folder, if they are this user's and their
-    process has ended. (What is left of an engine is rarely more than a link: `stages/engines/remote/guard.py`.)"""
+    """Remove this user's scratch directories of Dask and of engines from the temporary folder `folder`. A directory
+    stays if its process is still running. (What is left of an engine is rarely more than a link:
+    `stages/engines/remote/guard.py`.)"""
     for path in (*folder.glob(f"{_SCRATCH}*-*"), *folder.glob(f"{ENGINE_SCRATCH}*-*")):
         owner = path.name.removeprefix(_SCRATCH).removeprefix(ENGINE_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():

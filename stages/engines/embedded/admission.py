@@ -156,7 +156,7 @@ class Admission:
         self.changed.notify_all()
 
     def withdraw(self, row: Row) -> bool:
-        """Remove a row from the queue. Return False if it is not there."""
+        """Remove a row from the queue. Return False if the row is not in the queue."""
         if row not in self._inbox:
             return False
         self._inbox.remove(row)

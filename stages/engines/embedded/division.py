@@ -87,7 +87,7 @@ def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
 
 
 def _part(size: int, parts: int, index: int) -> range:
-    """Return part number `index` of range(size), which is cut into nearly equal parts."""
+    """Cut range(size) into `parts` nearly equal parts, and return part number `index`."""
     return range(size * index // parts, size * (index + 1) // parts)
 
 

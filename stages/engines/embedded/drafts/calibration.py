@@ -155,7 +155,7 @@ def read_teacher(path: str) -> Teacher:
 
 def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int) -> PassCosts:
     """Return the costs of passes. Passes of the sizes in `CALIBRATED` are timed at short context, up to the size from
-    which the time grows in proportion (`_PROPORTIONAL`). One size is timed at the longest context too."""
+    which the time grows in proportion to the size (`_PROPORTIONAL`). One size is timed at the longest context too."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     seconds: dict[int, float] = {}

@@ -91,7 +91,7 @@ class DraftingCosts:
 
     def seconds(self, num_rows: int, length: int) -> float:
         """Return the seconds that drafts of `length` tokens take for `num_rows` rows. If this number of rows was never
-        measured, the nearest measured one is used."""
+        measured, the nearest measured number of rows is used."""
         if not length or not num_rows:
             return 0.0
         if self._measured:
@@ -194,7 +194,7 @@ _ENOUGH_PLAIN = 4
 """Minimum number of passes without drafts in a comparison. The window of passes with drafts must also be at least half
 full."""
 _PLAIN_EVERY = 32
-"""While drafts are allowed, one in this many passes still runs without them."""
+"""While drafts are allowed, one in this many passes still runs without drafts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
 """Shortest and longest pause of drafts, in passes. Each pause is twice as long as the last one. After drafts have
 gained over a whole window, the next pause is the shortest again."""

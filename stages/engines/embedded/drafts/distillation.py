@@ -43,8 +43,8 @@ _PUBLISH_STEPS = 16
 _PLACE_BYTES = 16
 """Bytes of a stored position in addition to its hidden state."""
 _MIN_COVERAGE_GAIN = 0.02
-"""A new vocabulary replaces the old one only if it covers a larger share of the responses' tokens. The new share must
-exceed the old one by more than this."""
+"""Minimum gain with which a new vocabulary replaces the old one. The gain is the share of the responses' tokens in the
+new vocabulary, minus their share in the old one."""
 
 
 def cell_input(
@@ -130,7 +130,7 @@ class Student:
         self._norm = teacher.norm.to(device)
         self.scale = float(self._norm.square().mean().sqrt())
         """Approximate root mean square of a state after the final norm. The outputs of the head's cell are multiplied
-        by it."""
+        by this number."""
         self._num_tokens = min(head_vocab, vocab)
         self.in_flight_bytes = budget_bytes // 4
         """Maximum number of bytes for the hidden states of rows in flight."""
@@ -155,7 +155,7 @@ class Student:
         self._pending_refit: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
 
     def normed(self, hidden: Float32[torch.Tensor, "n C"]) -> Float32[torch.Tensor, "n C"]:
-        """Return outputs of the model's last block after the model's final norm."""
+        """Apply the model's final norm to outputs of the model's last block, and return the result."""
         return F.rms_norm(hidden.to(self._device), self._norm.shape, self._norm, self._teacher.norm_eps)
 
     def add(self, hidden: Float32[np.ndarray, "n C"], tokens: Sequence[int]) -> None:

@@ -77,8 +77,8 @@ class Drafter(Protocol):
 
 @dataclass(eq=False)
 class _Index:
-    """Index of runs of 2 or 3 tokens in the row itself and in earlier rows of the same prompt. For each run it holds
-    the position after the latest occurrence."""
+    """Index of runs of 2 or 3 tokens in the row itself and in earlier rows of the same prompt. For each run of tokens
+    the index holds the position after the latest occurrence."""
 
     sources: list[Sequence[int]]
     places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)

@@ -372,12 +372,14 @@ class Acceptance:
 
     def rate(self, kind: str, depth: int, level: int | None) -> float:
         """Return the probability that a guess of this kind, depth and confidence class is right if its parent is right.
-        If `level` is None, return the probability that at least one guess at that depth is right."""
+        If `level` is None, return the probability that at least one guess at that depth is right if their parent is
+        right."""
         tally = self._tallies.get((kind, depth, level))
         return tally.rate(self.passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
 
     def rates(self, kind: str) -> list[float]:
-        """Return, for each depth that drafts have reached, the probability that at least one guess is right."""
+        """Return, for each depth that drafts have reached, the probability that at least one guess is right if the
+        parent of the guesses is right."""
         rates: list[float] = []
         while (kind, len(rates), None) in self._tallies:
             rates.append(self.rate(kind, len(rates), None))

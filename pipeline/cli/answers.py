@@ -164,8 +164,8 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
 
     Args:
         sources: files and overrides. A text with `=` is an override.
-        runs_here: True if the run will be on this host. If so, and if settings are wrong, the model, the prompts and the
-            rewards are read too, and their errors are reported with the errors of the settings.
+        runs_here: True if the run will be on this host. If so, and if settings are wrong, the model, the prompts and
+            the rewards are read too, and their errors are reported with the errors of the settings.
 
     Raises:
         ConfigError: lists all errors."""

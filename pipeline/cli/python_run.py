@@ -55,8 +55,8 @@ def run(
         quiet: print nothing.
 
     Raises:
-        ConfigError: the config cannot work, and nothing was started. Or the run cannot go on without a worker that it
-            refused, because of the worker's numerics or its host.
+        ConfigError: the config cannot work, and nothing was started. Or the run refused a worker because of the
+            worker's numerics or host, and cannot continue without this worker.
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button.
     """

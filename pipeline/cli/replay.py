@@ -363,8 +363,8 @@ def replay_updates(config: RunConfig, steps: range) -> int:
     Print each update's digest beside the committed digest. At the end print "identical" or the first difference. If the
     run held the model in one process, the model's replay ends after its first difference.
 
-    A difference is a failure only if the run held all trained models in one process and its computations repeat bit for
-    bit. Otherwise digests may differ, and the exit code is 0.
+    A difference is a failure only if the run held each trained model in one process, and the computations of its
+    devices repeat bit for bit. Otherwise digests may differ, and the exit code is 0.
 
     Raises:
         MissingOutput: an input of an update between the checkpoint and `steps` is missing.

@@ -123,7 +123,8 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
     - A run with a committed update is moved if `overwrite` is True and the user agrees. If `user_agreed` is False, the
       user is asked at the terminal.
     - Some directories are never moved: a variant, a reward model's training, a judge's labelling, a link, a run with a
-      Slurm job, and a run with data in `storage.url`. For the last three, `overwrite` raises ConfigError.
+      Slurm job, and a run with data in `storage.url`. For a link, a Slurm job and `storage.url`, `overwrite` raises
+      ConfigError.
 
     If the earlier run is not moved, the new run is refused when it starts, because its directory is taken.
 

@@ -1,6 +1,6 @@
 """Commands about a run's Slurm job.
 
-stageline submit CONFIG... [key=value...] [--dry-run]                run a config; a requeued job resumes the run
+stageline submit CONFIG... [key=value...] [--dry-run]                have Slurm run a config; a requeue resumes the run
 stageline logs RUN [--gang NAME] [--index I] [--lines N] [--follow]  print the output of the job or of a gang's workers
 stageline cancel RUN                                                 end the job
 stageline may-requeue RUN --job ID --restart N --because TEXT ...    tell a job's script if the job may be requeued

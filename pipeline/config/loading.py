@@ -1,8 +1,8 @@
 """Read and write configurations.
 
-A config is merged from dataclass defaults <- YAML files in the order given <- `key=value` overrides. A source is one
-file or one override. `source_errors` finds unknown keys and values of a wrong type in a source; the loaders report all
-errors at once.
+A config is merged from the dataclass defaults, the YAML files in the order given, and the `key=value` overrides. Later
+values replace earlier ones. A source is one file or one override. `source_errors` finds unknown keys and values of a
+wrong type in a source; the loaders report all errors at once.
 
 The last part is about variants, which are trained on another run's recorded rollouts. `MAY_DIFFER` lists the settings
 (patterns of `fnmatch`) in which a variant may differ from that run, its parent. Results of a variant are taken from the
@@ -126,10 +126,11 @@ UNSUPPORTED = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _TRUNCATES),
     **dict.fromkeys(("stop", "stop_strings", "stop_token_ids"), _STOPS),
 }
-"""Name of a sampling setting that other systems have -> why Stageline has none, and what to use."""
+"""Name of a sampling setting that other systems have -> why Stageline does not have it, and what to use instead."""
 _MAX_SUGGESTIONS = 3
 _MIN_SIMILARITY = 0.8
-"""Minimum similarity, as difflib measures it, at which a key of another section is suggested."""
+"""Minimum similarity (the ratio of difflib) of an unknown key to a setting's name in any section, or to one of the
+`SYNONYMS`, at which that setting is suggested."""
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Type of a number -> value that a missing setting of this type gets while the other settings are checked. Missing
@@ -138,15 +139,15 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _setting_types(section: Any) -> dict[str, Any]:
-    """Return the type of each setting of a section. Cached, because it is looked up for every key."""
+    """Return setting -> its type for a section's class. Cached, because the types are looked up for every key."""
     if section not in _HINTS:
         _HINTS[section] = get_type_hints(section)
     return _HINTS[section]
 
 
 def source_errors(source: Any, name: str, schema: type) -> list[ConfigError]:
-    """Return all errors that keep a source from being merged: unknown keys and values of a wrong type. `name`: the
-    source's name for users."""
+    """Return all errors that keep a source from being merged: unknown keys, values of a wrong type, or a content that
+    is no mapping. `name`: the source's name for users."""
     if not isinstance(source, DictConfig):
         return [ConfigError(name, "a config file is a mapping of keys to values")]
     unknown = list(_unknown_keys(source, OmegaConf.structured(schema), name, schema))
@@ -156,8 +157,8 @@ def source_errors(source: Any, name: str, schema: type) -> list[ConfigError]:
 
 
 def is_setting(word: str, schema: type) -> bool:
-    """Return True if `word` is the key path of a setting or a section. A key below a mapping of names always counts,
-    because the names are only known from a config."""
+    """Return True if `word` is the key path of a setting or a section of `schema`. A key below a mapping whose keys are
+    names (as in `placement.gangs`) always counts, because only a config knows these names."""
     hints = _setting_types(schema)
     head, _, rest = word.partition(".")
     if head not in hints or head.startswith("_"):
@@ -169,9 +170,9 @@ def is_setting(word: str, schema: type) -> bool:
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each unknown key. It names the key's whole path, and what to use instead or why there is no
-    such setting. Also yield an error for a plain value given to a section, and for a mapping given to a setting with a
-    single value."""
+    """Yield an error for each unknown key. The error has the key's whole path and says what to use instead, or why
+    there is no such setting, or which keys there are. Also yield an error for a plain value given to a section, and for
+    a mapping given to a setting with a single value."""
     if not isinstance(schema, DictConfig):
         return
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
@@ -211,8 +212,9 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
 
 
 def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
-    """Return the paths of at most three settings that a user may have meant by an unknown key of the section `prefix`,
-    which has the settings `siblings`. The following are tried in order, until one finds a setting:
+    """Return the paths of at most three settings that a user may have meant by an unknown key. `prefix`: key path of
+    the section that was given the key, with a dot at its end; "" for the whole config. `siblings`: the section's
+    settings. Four ways are tried in order, until one of them finds a setting:
 
     1. settings of this name in the subsections of `prefix` (for a key of `UNSUPPORTED` nothing else is tried)
     2. settings of this name in any section, and settings that another system calls by this name (`SYNONYMS`)
@@ -236,7 +238,8 @@ def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: ty
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every key of a section and of its nested sections, except keys below mappings of names."""
+    """Yield the key path of every setting and section in a section's class. Keys below mappings are left out, because
+    their names are only known from a config."""
     for name, kind in _setting_types(section).items():
         if not name.startswith("_"):
             yield f"{prefix}{name}"
@@ -257,7 +260,8 @@ def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """If this value has the wrong type for its setting, yield an error that names the allowed values."""
+    """Yield an error if `value` has the wrong type for the setting `key`. The error names the allowed values. `name`:
+    the source's name for users."""
     section, inside = _innermost(key, schema)
     nested: Any = value
     for part in reversed(inside):
@@ -276,8 +280,8 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
 
 
 def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
-    """Return the innermost section that contains a key, and the key's path within it. (Building a whole config for each
-    key would take a second per file.)"""
+    """Return the class of the innermost section that contains a key, and the key's path within this section. A value is
+    checked against this section alone, because building a whole config for each key would take a second per file."""
     parts = key.split(".")
     section, inside, kind = schema, parts, schema
     for number, part in enumerate(parts):
@@ -303,7 +307,8 @@ def _type_of(key: str, schema: Any) -> Any:
 
 
 def _is_single(kind: Any) -> bool:
-    """Return True if a setting of this type is a single value."""
+    """Return True if a setting of this type takes a single value: a number, a text, true or false, one of several
+    choices, or null."""
     if get_origin(kind) in (Union, types.UnionType):
         return all(map(_is_single, get_args(kind)))
     return kind in _WORDS or kind is type(None) or get_origin(kind) is Literal
@@ -333,13 +338,14 @@ _OTHER_PROGRAMS = {
     "a reward model's training": {"data", "train", "optimizer"},
     "a labelling": {"judge", "responses"},
 }
-"""Other programs whose config a directory may hold -> sections that only their configs have."""
+"""Name of another program -> sections that each of its configs has, and no config of a run. They show that a directory
+belongs to that program."""
 _COMMANDS: dict[type, tuple[str, str]] = {
     RunConfig: ("a run", "stageline run"),
     RewardModelConfig: ("a reward model's training", "stageline reward train"),
     LabelConfig: ("a labelling", "stageline reward label"),
 }
-"""Class of a config -> its program, and the command that reads it."""
+"""Class of a config -> what such a config describes, and the command that reads it."""
 _PROBLEMS: dict[type, Callable[[Any], Iterable[Problem]]] = {
     RunConfig: run_problems,
     RewardModelConfig: reward_model_problems,
@@ -347,7 +353,7 @@ _PROBLEMS: dict[type, Callable[[Any], Iterable[Problem]]] = {
 }
 """Class of a config -> the function that returns its problems."""
 Source = tuple[str, Any]
-"""(name for users, content as an omegaconf object)."""
+"""A source of a config: (name for users, content as an omegaconf object)."""
 
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
@@ -364,8 +370,8 @@ def readable_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
 ) -> RunConfig | None:
     """Return the config of sources that `load_config` refuses, so that the files named in the config can still be
-    checked. The `refused` settings get their defaults, if they have any. Return None if no config can be made of the
-    sources."""
+    checked. `refused`: key paths of the wrong settings; they get their defaults, if they have any. Missing settings get
+    the text `given`. Return None if no config can be made of the sources."""
     try:
         merged, _ = _merge(RunConfig, _sources(files, overrides))
         for key in OmegaConf.missing_keys(merged):
@@ -411,14 +417,14 @@ def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) 
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, source_name: str = "the saved config") -> RunConfig:
-    """Return the config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError if the text is damaged or
-    was written by a version with other settings, or if an override is wrong. `source_name`: name of the text in
-    errors."""
+    """Return the config in `text`, which `to_yaml` wrote, with `key=value` overrides. Raises ConfigError if the text is
+    damaged, if a version of Stageline with other settings wrote it, or if an override is wrong. `source_name`: name of
+    the text in errors."""
     return _to_run_config(_load(RunConfig, [(source_name, _parse(text, source_name)), *_sources([], overrides)]))
 
 
 def read_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Return the config in a run's directory, with `key=value` overrides.
+    """Return the config in the file `path` of a run's directory, with `key=value` overrides.
 
     Raises:
         OtherProgramsConfig: the file is the config of another program.
@@ -491,9 +497,9 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
-    """Merge defaults and sources, and leave out the keys that cannot be merged. Return the merged config and the errors
-    of those keys. Raises ConfigError if a file is another command's config, or if the other keys cannot be merged
-    either."""
+    """Merge defaults and sources without the keys that cannot be merged. Return the merged config, and the errors of
+    the keys that were left out. Raises ConfigError if a file is another command's config, if no key is found to be at
+    fault, or if the remaining keys cannot be merged."""
     try:
         return _merge_one_by_one(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
@@ -535,8 +541,8 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
 
 def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
     """Yield the problems of the settings that are neither `refused` nor `missing`, so that a user sees all errors at
-    once. Problems that name a refused or missing key are left out, because that key now has a default or the value of
-    an earlier source."""
+    once. Problems that name a refused or missing key are left out, because this key now has a placeholder, its default,
+    or the value of an earlier source."""
     OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
         OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), "given"))
@@ -602,7 +608,7 @@ def _to_object(merged: Any) -> Any:
 
 
 def to_yaml(config: RunConfig | RewardModelConfig | LabelConfig) -> str:
-    """Return the resolved config with its secrets. Workers get this text. `write_config` writes it to a file."""
+    """Return a config as YAML, secrets included. Workers get this text, and `write_config` writes it to a file."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), sort_keys=False)
 
 
@@ -621,9 +627,10 @@ def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, st
 
 
 def config_hash(config: RunConfig) -> str:
-    """Return a digest of all settings that decide what is computed. Commits store it, and `check_run_directory`
-    recognises by it that a directory holds a run with another config. `identity.py` lists the settings that are left
-    out. Secrets are left out too: they may be replaced, and a public digest could help to guess them."""
+    """Return a digest of all settings that decide what is computed. Each commit stores the digest.
+    `check_run_directory` compares digests to find out if a directory holds a run with another config. `identity.py`
+    lists the settings that are left out. Secrets are left out too: they may be replaced, and a public digest could help
+    to guess them."""
     stated = flatten_sections(redacted(config_sections(config)))
     content = {key: value for key, value in stated.items() if not has_no_effect(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -654,8 +661,8 @@ MAY_DIFFER = {
 
 def variant_config(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
     """Return the parent's config with `key=value` overrides, and the list of all changes except changes of `name` and
-    `runs_dir`. Raises ConfigError if an override is wrong, if a variant may not change one of the keys, or if it would
-    have its parent's directory."""
+    `runs_dir`. Raises ConfigError if an override is wrong, if it changes a setting that no pattern in `MAY_DIFFER`
+    matches, or if the variant would have its parent's directory."""
     variant = load_yaml(to_yaml(parent), overrides)
     changed = config_changes(config_sections(parent), config_sections(variant))
     for problem in variant_problems(changed):
@@ -666,7 +673,7 @@ def variant_config(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConf
 
 
 def variant_problems(changed: Sequence[Change]) -> Iterator[Problem]:
-    """Yield a problem for each change that a variant may not have."""
+    """Yield a problem for each changed setting whose key no pattern in `MAY_DIFFER` matches."""
     for change in changed:
         if not any(fnmatchcase(change.key, pattern) for pattern in MAY_DIFFER):
             need = (

@@ -97,13 +97,15 @@ _PHASES = {
     "export": frozenset({Phase.PUBLISH}),
     "exports": _LATER,
 }
-"""Item -> the phases in which it takes memory. An item that is not listed takes memory in all phases."""
+"""Name in `WorkerMemory.items` -> phases in which this item takes memory. An item that is not listed takes memory in
+all phases."""
 PROCESS, READING, OFFLOADED = "process", "reading weights", "offloaded"
 CONTEXT, NCCL, SCORERS = "CUDA context", "NCCL", "reward models"
 ENGINE_PROCESSES, ENGINE_WORK = "engine's processes", "engine's graphs and buffers"
 PUBLICATION, ON_HOST, CHECKPOINTS = "publication", "publication on the host", "copies for checkpoints"
 EXPORT, EXPORTS = "export", "exports"
-"""`EXPORT`: the export of the last version, after training. `EXPORTS`: exports that are written during training."""
+"""Names of items. `EXPORT`: memory for the export of the last version, after training. `EXPORTS` replaces it if
+versions are also exported during training."""
 _ON_HOST = frozenset({PROCESS, READING, OFFLOADED, ENGINE_PROCESSES, ON_HOST, CHECKPOINTS, EXPORT, EXPORTS})
 """Items that lie in the host's memory for a worker with a GPU."""
 _REMAINS = frozenset({CONTEXT, NCCL})
@@ -121,7 +123,7 @@ class PlannedModel:
     path: str
     spec: ModelSpec
     stored_bytes: int
-    """Size of its files."""
+    """Bytes of the model's weight files. If there are none: the bytes that its weights would take in a file."""
     stored_dtype: str = "float32"
 
     @property
@@ -248,15 +250,16 @@ def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
 
 
 def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
-    """Return a worker's pipeline stage. In Megatron's numbering of ranks, the tensor index changes fastest, then the
-    data index, then the stage."""
+    """Return a worker's pipeline stage; 0 if the gang is no parallel group. In Megatron's numbering of ranks, the
+    tensor index changes fastest, then the data index, then the stage."""
     if not gang.is_ordered:
         return 0
     return index // (gang.workers // run.config.placement.gangs[gang.name].layout.pipeline)
 
 
 def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str]) -> list[HostMemory]:
-    """Return the predicted memory of every host that has workers. The driver is on the first host."""
+    """Return the predicted memory of every host that has workers. `hosts`: worker -> its host. The driver is on the
+    first host."""
     gangs = {gang.name: gang for gang in run.config.gangs()}
     alternating = {name for group in run.config.placement.device_sharing for name in group}
     memory = []
@@ -277,7 +280,7 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
 
 
 def host_bytes(run: PlannedRun, workers: Sequence[WorkerMemory]) -> int:
-    """Return the bytes of the whole run on a single host."""
+    """Return the host memory, in bytes, that the run takes if all its workers are on one host."""
     (host,) = hosts_memory(run, workers, place_all_here(run.config.gangs()))
     return host.total
 
@@ -290,9 +293,9 @@ def board_bytes(run: PlannedRun) -> int:
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
-    """Return the directories of published weights on a host with these workers. The policy's gang has a directory there
-    if its first rank is on the host. The engine's gang has one if one of its replicas is on the host. None stands for
-    the default directory."""
+    """Return the directories of published weights on a host. None stands for the default directory. `here`: the workers
+    on the host. The policy gang's directory is needed if the gang's first rank is one of them. The engine gang's
+    directory is needed if a replica of the engine is one of them."""
     roles, config = run.config.placement.roles, run.config
     publishes = (roles[Role.POLICY], 0) in here
     reads = any(name == roles[Role.GENERATE] for name, _ in here)
@@ -365,8 +368,9 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
 
 
 def _converted_bytes(run: PlannedRun) -> int:
-    """Return the maximum number of bytes that an export converts to the run's dtype for one of its files. Only tensors
-    that are not trained are converted: trained tensors are written from the published version."""
+    """Return the maximum number of bytes that an export takes to convert the tensors of one file to the run's dtype. 0
+    if the model's files have this dtype. Only tensors that are not trained are converted: trained tensors are written
+    from the published version."""
     dtype = run.config.model.dtype
     unchanged = parameters(run.spec) - _published_parameters(run)
     return 0 if run.model.stored_dtype == dtype else min(MAX_FILE_BYTES, DTYPE_BYTES[dtype] * unchanged)
@@ -374,9 +378,9 @@ def _converted_bytes(run: PlannedRun) -> int:
 
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
     """Return the size of the largest micro-batch that rows of any lengths can form. Short rows may fill
-    `micro_batch_tokens` where rows of full length would not. A row of more than `micro_batch_tokens` has a micro-batch
-    of its own. At least one token of each row belongs to the prompt. So if responses have at most n tokens, at most T n
-    / (n + 1) of T tokens were sampled."""
+    `micro_batch_tokens` completely, even if rows of full length cannot. A row with more tokens than that has a
+    micro-batch of its own. Each row has at least one token of a prompt. So if responses have at most n tokens, at most
+    T n / (n + 1) of T tokens were sampled."""
     rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
     tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
     new = config.sampling.max_new_tokens
@@ -449,7 +453,7 @@ class MemoryLimits:
     shared: float = math.inf
     """Size of /dev/shm."""
     origin: str = ""
-    """Name of the source of these numbers for messages; empty: this host, or the config's own limits."""
+    """Where these limits come from, as messages say it; empty: from this host, or from the config."""
 
 
 _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
@@ -457,20 +461,20 @@ _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 exists if a driver is installed."""
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files of the memory limit in versions 2 and 1 of control groups. Such a file holds a number if the container has a
-limit."""
+"""Files with the memory limit of a container, for versions 2 and 1 of control groups. The file holds a number only if
+the container has a limit."""
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that torch can use on this host. If the host has no GPU driver, torch is not loaded,
-    because that is slow."""
+    """Return the number of GPUs that torch can use on this host. If the host has no GPU driver, return 0 without
+    loading torch, because loading it is slow."""
     return int(import_module("torch").cuda.device_count()) if any(path.exists() for path in _GPU_DRIVERS) else 0
 
 
 def memory_limits(config: RunConfig) -> MemoryLimits:
-    """Return the memory of this host, of its smallest GPU, and of its /dev/shm. If this process's container may use
-    less than the host has, the container's limit counts. `cluster.host_memory_gb` and `cluster.device_memory_gb`
-    replace the memory of host and GPU."""
+    """Return the memory of this host, of its smallest GPU (infinite without GPUs), and of its /dev/shm. If this
+    process's container may use less than the host has, the container's limit counts. `cluster.host_memory_gb` and
+    `cluster.device_memory_gb` replace the memory of host and GPU."""
     cluster, num_devices = config.cluster, gpus_here()
     host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
     for path in _CONTAINER_LIMITS:
@@ -503,13 +507,14 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus:
 
 
 def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
-    """Return a model with the size of its files. If it has no files of weights, compute the size from its config."""
+    """Return the model at `path`, with the size of its weight files. If the model has none, the size is
+    computed from its config.json."""
     content = read_config(path)
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "float32")
     return PlannedModel(path, spec, stored_bytes(path) or DTYPE_BYTES.get(dtype, 4) * parameters(spec), dtype)
 
 
 def weights_bytes(config: RunConfig) -> int:
-    """Return the bytes of published weights on each host that has any. `preflight` must accept the config."""
+    """Return the bytes of one directory of published weights. `preflight` must accept the config."""
     models = role_models(config, read_model("model.path", config.model.path))
     return board_bytes(planned_run(config, models, on_gpus=False))

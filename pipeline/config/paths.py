@@ -40,7 +40,8 @@ class RunPaths:
 
     @property
     def first_full_events(self) -> Path:
-        """The first full part of a long run's journal (`pipeline/observe/journal.py`)."""
+        """The oldest part of a run's journal that was full and got a number. Only long runs have this file
+        (`pipeline/observe/journal.py`)."""
         return self.root / "events-000001.jsonl"
 
     @property

@@ -14,7 +14,7 @@ from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Constraint, Problem, at_least, local_directory, plain_name, setting, unread_problems
 
 _MODELS = frozenset({Role.GENERATE, *MODEL_ROLES})
-"""Roles with models that compute on GPUs wherever there are any."""
+"""Roles whose models always compute on GPUs if there are GPUs."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class GangConfig:
     """Shards that each replica of a pool works on at once. Must be 1 for a parallel group."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     offload: Offload = "none"
-    """Parts of the gang's models that leave its devices while they are not needed. gradients: the gradient buffers of a
-    model, except during its update. idle: also each model of policy, critic and reference while it is idle; it moves to
-    the host's memory. idle needs GPUs."""
+    """Parts of the gang's models that leave its devices while they are not needed. none: nothing. gradients: the
+    gradient buffers of a model, except during its update. idle: also whole models of policy, critic and reference while
+    they are idle. Idle models move to the host's memory, so idle needs GPUs."""
     device: Literal["auto", "cpu"] = "auto"
     """Devices of reward models and local judges. auto: GPUs, one for each worker, if the hosts have any; cpu: CPUs,
     even if the hosts have GPUs. Other models always compute on GPUs if there are any."""
@@ -45,8 +45,8 @@ class GangConfig:
             "an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's", os.path.isabs
         ),
     )
-    """Directory for published weights on this gang's host; null: `cluster.weights_dir`. If it differs from the policy
-    gang's directory, the gang gets copies of its own, as on another host."""
+    """Directory for published weights on this gang's host; null: `cluster.weights_dir`. If the policy's gang has
+    another directory, the published weights are copied to this gang's directory, as they are to another host."""
 
 
 @dataclass
@@ -56,8 +56,9 @@ class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     """Gangs by name."""
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, critic -> the name of a gang. `advantage` runs on the gang of `score`
-    unless it is given. Without a critic (ppo.advantage) `critic` is not read and may be left out."""
+    """Role -> name of the gang that it runs on, for generate, score, reference, policy and critic. The role `advantage`
+    may be left out; it then runs on the gang of `score`. Without a critic (ppo.advantage) `critic` is not read and may
+    be left out."""
     oversubscribe: bool | None = None
     """true: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
     never share a GPU. null: true for a local run on a host with a single GPU, otherwise false."""
@@ -76,8 +77,8 @@ DEFAULT_PLACEMENT: Mapping[str, Any] = {
         "critic": "train",
     },
 }
-"""Placement if the config places no role, for one machine: an engine with two shards in flight, a scorer, and one
-process for all training. A config may change settings of these three gangs."""
+"""The placement of a config that places no role. It is for one machine: an engine with two shards in flight, a scorer,
+and one process for all training. A config may change settings of these three gangs."""
 
 
 def default_placement() -> PlacementConfig:
@@ -119,8 +120,8 @@ def placed_gangs(
 
 
 def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Problem]:
-    """Yield the section's problems that do not involve other sections. Gangs are checked only if every role has one.
-    `critic`: True if a critic is trained."""
+    """Yield the section's problems that do not involve other sections. Gangs are checked only if `roles` has no
+    problem. `critic`: True if a critic is trained."""
     misplaced = [*_role_problems(placement, critic=critic)]
     yield from misplaced
     if misplaced:

@@ -100,7 +100,8 @@ def guarantee_lines(config: RunConfig, device: Device) -> list[str]:
 
 
 def unproven_guarantees(config: RunConfig, device: Device) -> list[str]:
-    """Return one sentence for each guarantee that a run of this config lacks. It names the guarantee and the reason."""
+    """Return one sentence for each guarantee that a run of this config lacks. The sentence names the guarantee and the
+    reason."""
     can = config.capabilities(device)
     return [
         *_unproven_draws(can),
@@ -163,11 +164,11 @@ class Preflight:
     tokenizer: Tokenizer
     prompts: PromptTable
     lost_prompts: str | None = None
-    """Description of the damage of a resumed run's saved prompts, which were then read from their source again. None if
-    there was no damage."""
+    """Damage of the saved prompts of a resumed run, in words. The prompts were then read from their source again. None:
+    no damage."""
     sandboxes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Key path of each reward part that runs code in a sandbox -> {files, network or processes: the mechanism that
-    protects them from this code on this host, or None}."""
+    """Key path of a reward part that runs code in a sandbox -> the protections on this host. Protections: `files`,
+    `network` or `processes` -> the mechanism that protects these from the code, or None if nothing does."""
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
@@ -256,7 +257,8 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
 
 
 def _check_scorer(config: RunConfig, key: str, path: str) -> None:
-    """Raise ConfigError if a reward's model cannot be read from its config.json or divided by its gang's layout."""
+    """Raise ConfigError if the config.json of a reward's model cannot be read, or if the layout of the gang that scores
+    cannot divide the model. `key`: key path of the model's directory."""
     check_scorer_layout(config, path, read_model(key, path, weights=False))
 
 
@@ -269,7 +271,7 @@ def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError
 
 
 def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:
-    """Yield the checks of this host. Other hosts are checked when their workers join."""
+    """Yield functions that check this host's engine and devices. Other hosts are checked when their workers join."""
     yield from (partial(check, config) for check in (_check_engine, _check_devices))
     yield lambda: _check_cuda_only(config, on_gpus=gpus_here() > 0)
 
@@ -298,7 +300,8 @@ def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -
 
 
 def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
-    """Read the tokenizer and the prompts, and choose how many prompts to evaluate if the config does not say."""
+    """Read the tokenizer and the prompts, and return both, with the damage of the saved prompts. Set the number of
+    evaluated prompts in the config to the number that was read."""
     tokenizer = open_tokenizer(config, config.model.path)
     prompts, lost = _prompts_of(config, tokenizer, saved)
     if config.evaluation_source is None:
@@ -362,7 +365,7 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
 
 def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
     """If the config does not set the number of evaluated prompts, set it to the number that the run in this directory
-    has. Do nothing if there is no run, or if its evaluations have another source of prompts."""
+    has. Do nothing if there is no run, or if the run's evaluations read another file than the config's."""
     if identity is None and not paths.config.exists():
         return
     before = config_sections(read_run_config(paths.config)) if identity is None else identity.latest.config
@@ -410,9 +413,9 @@ def check_trackers(tracking: TrackingConfig) -> None:
 
 
 def _check_tracking(config: RunConfig) -> None:
-    """Raise ConfigError if a run with attached workers tracks in an MLflow file that is on a network filesystem and not
-    in the run's directory. Other runs may use the same file. SQLite's locks do not work on such a filesystem, so one
-    driver would overwrite the records of another."""
+    """Raise ConfigError if a run with attached workers is tracked in an SQLite file on a network filesystem. A file in
+    the run's own directory is allowed; any other file may be used by several runs. SQLite's locks do not work on such a
+    filesystem, so one driver would overwrite the records of another."""
     uri = config.tracking.uri
     if config.cluster.kind == "local" or uri is None or not uri.startswith(SQLITE):
         return
@@ -541,8 +544,8 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
     compared with it.
 
     Raises:
-        ConfigError: a part cannot be built, a reward model does not suit the policy, or the directory for a judge's
-            answers cannot be written to.
+        ConfigError: a part cannot be built, a reward model does not suit the policy or the gang that scores, or the
+            directory for a judge's answers cannot be written to.
     """
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = run_checks(
@@ -557,7 +560,7 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
 
 def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
     """Build the parts of a reward section, close them, and return a description of each. Raises ConfigError if a part
-    cannot be built."""
+    cannot be built. `key`: the section's key path. `trust_answers`: value of `reward.trust_answers`."""
     try:
         parts = build_parts(section, key, trust_answers=trust_answers)
     except UnfitReward as error:
@@ -610,8 +613,8 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def may_share_gpus(config: RunConfig, num_gpus: int) -> bool:
-    """Return True if gangs of a local run may share a GPU. `placement.oversubscribe` decides; if it is None, they may
-    on a host with exactly one GPU."""
+    """Return True if gangs of a local run may share a GPU: the value of `placement.oversubscribe`. If this is None,
+    return True if the host has exactly one GPU."""
     share = config.placement.oversubscribe
     return num_gpus == 1 if share is None else share
 
@@ -653,9 +656,8 @@ def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
 
 
 def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> tuple[PromptTable, str | None]:
-    """Return two values: a run's prompts, and None. The prompts are read from the file `saved`, or from their source if
-    `saved` is None. If the saved prompts are damaged, return the prompts of the source, and a description of the
-    damage."""
+    """Return a run's prompts, and a description of their damage or None. Without `saved` the prompts are read from
+    their source. Otherwise they are read from the file `saved`, and from their source only if the file is damaged."""
     if saved is None:
         return _read_prompts(config, tokenizer), None
     try:
@@ -672,7 +674,8 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
-    """Return the training prompts and the evaluated prompts. Raises ConfigError if they cannot be read or used."""
+    """Return one table with the training prompts and the evaluated prompts. Raises ConfigError if they cannot be read
+    or used."""
     if config.evaluation_source is None:
         return _tokenised(config, tokenizer, config.prompts)
     training: PromptTable
@@ -706,7 +709,8 @@ def _tokenised(config: RunConfig, tokenizer: Tokenizer, source: PromptsConfig, s
 
 
 def _read_items(config: RunConfig) -> None:
-    """Read the sources of the prompts. Raises ConfigError if that is impossible."""
+    """Read the sources of the training prompts and of the evaluated prompts, only to check them. Raises ConfigError if
+    one cannot be read."""
     sources = {"prompts": config.prompts, "evaluate.prompts": config.evaluation_source}
     run_checks(*(partial(_items, source, section) for section, source in sources.items() if source is not None))
 

@@ -70,15 +70,14 @@ class RewardModelConfig:
     runs_dir: str = setting("runs", local_directory())
     """Parent of the training's directory."""
     seed: int = setting(0, at_least(0))
-    """Seed of the division of the judgements into training, validation and held-out judgements, of the groups of texts
-    (`data.group_texts`), and of the initial weights of a new head."""
+    """Seed of three things: the division of the judgements into training, validation and held-out judgements; the
+    groups of texts (`data.group_texts`); the initial weights of a new head."""
     model: ScorerConfig = field(default_factory=ScorerConfig)
     data: PreferencesConfig = field(default_factory=PreferencesConfig)
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4))
-    """The optimizer. Settings of the optimizer that count steps count optimizer steps here, because a training has no
-    PPO steps."""
+    """The optimizer. Its settings in steps mean optimizer steps here, because a training has no PPO steps."""
     workers: int = setting(1, at_least(1))
     """Number of ranks. They are processes on this host."""
     threads: int = setting(1, at_least(1))
@@ -94,12 +93,13 @@ class RewardModelConfig:
 
     @property
     def start_path(self) -> str:
-        """Directory of the model that training starts from. A student (`model.blocks`) starts from a copy of the lowest
-        blocks, which the training makes."""
+        """Directory of the model that training starts from. For a student (`model.blocks`) the training itself makes
+        this directory, with a copy of the lowest blocks."""
         return self.model.path if self.model.blocks is None else str(self.run_dir / ".student")
 
     def trained_model(self, path: str | None = None) -> ModelConfig:
-        """Return the model's config for the trainer, which treats it as a critic. `path` replaces `model.path`."""
+        """Return the model's config for the trainer. The trainer treats the model as a critic. `path` replaces
+        `model.path`."""
         model = self.model
         return ModelConfig(
             path=model.path if path is None else path,

@@ -67,8 +67,8 @@ def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str
 
 
 def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
-    """Return one row for each made-up response to each of the first prompts that the rewards of `section` score. The
-    rows have the form of an engine's rows."""
+    """Return one row for each made-up response to each of some prompts, in the form of an engine's rows. The prompts
+    are the first `NUM_PROMPTS` of each array of `prompts_scored_by`."""
     prompts = checked.prompts
     numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]

@@ -35,8 +35,8 @@ def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
-    """Return the directories that models are read from: directory -> key path of the first setting that names it.
-    Assumes that the config's rewards can be built."""
+    """Return directory -> key path of the first setting that names it, for the models of policy, reference, critic and
+    rewards of kind `model`. Models with random weights are left out. Assumes that the config's rewards can be built."""
     model = config.model
     paths = [("model.path", model.path), ("model.reference_path", model.reference_path)]
     paths += [("model.critic_path", model.critic_path)] if config.has_critic else []
@@ -168,9 +168,9 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. This is so if its
-    architecture is another, if it has no blocks above the frozen ones, or if the shared part has other weights. The
-    numbers of blocks and of positions may differ."""
+    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. It can if both have
+    the same architecture and the same weights in the shared part, and if the other model has more blocks than the
+    frozen ones. The numbers of blocks and of positions may differ."""
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"

@@ -60,9 +60,9 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with the wrong settings at their defaults, so that the others can be checked across sections.
-    Also return the names of the sections that were replaced as a whole: sections in which a wrong key names no setting,
-    and sections that still had problems."""
+    """Return a copy of the config in which the settings `wrong` have their defaults, so that the other settings can be
+    checked across sections. Also return the names of the sections that were replaced as a whole: a wrong key in them
+    names no setting, or they still had problems."""
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
@@ -276,7 +276,8 @@ def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
 # ---- What the engine can do ------------------------------------------------------------------------------
 
 PLAIN_TEMPERATURES = (0.0, 1.0)
-"""Temperatures at which a token is drawn from the softmax of the unscaled logits (1) or is their arg max (0)."""
+"""Temperatures at which the logits need no division. 1: a token is drawn from the softmax of the logits. 0: the token
+is their arg max."""
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:

@@ -49,12 +49,12 @@ from storage.problems import (
 
 _START_S = 300.0
 _SLOW_DISK_BYTES_PER_S = 1e8
-"""Rate at which a node reads from a network filesystem while many other nodes read from it too."""
+"""Bytes a second that a host reads from a network filesystem while many other hosts read from it too."""
 
 
 @dataclass(repr=False)
 class RunConfig:
-    """A whole run."""
+    """The configuration of a run."""
 
     name: str = setting("???", plain_name())
     """Name of the run and of its directory."""
@@ -182,7 +182,8 @@ class RunConfig:
 
     @property
     def start_timeout_s(self) -> float:
-        """`cluster.start_timeout_s`, or if it is null a time in which even a slow disk reads the largest model."""
+        """Seconds that a worker may take to start: `cluster.start_timeout_s`. If that is null: time enough for a slow
+        disk to read the largest model."""
         if self.cluster.start_timeout_s is not None:
             return self.cluster.start_timeout_s
         paths = {self.model.path_of(role) for role in MODEL_ROLES}
@@ -228,7 +229,7 @@ class RunConfig:
         return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
 
     def judge_budgets(self) -> frozenset[str]:
-        """Return the key paths of the budget settings of all judges."""
+        """Return the key paths of the budget settings, for all rewards of kind `judge`."""
         return frozenset(f"{where}.{name}" for where in self._rewards_of(("judge",)) for name in JUDGE_BUDGET)
 
     def judge_notes(self) -> list[str]:

@@ -229,7 +229,7 @@ class EvaluateConfig:
     """Versions between evaluations. The first and the last version are evaluated too. null: only these two; 0: no
     version is evaluated."""
     shards: int = setting(1, at_least(1))
-    """Parts of an evaluation that are generated and scored separately."""
+    """Number of parts of an evaluation. Each part is generated and scored separately."""
     temperature: float | None = setting(None, at_least(0))
     """Sampling temperature; null: as in training. If the engine's draws are keyed (`Capabilities.draws`), all
     evaluations sample a prompt with the same noise, so that two evaluations can be compared prompt by prompt."""
@@ -270,9 +270,10 @@ class ExportConfig:
 
 FLOAT32_FLOOR_NATS = 0.01
 BFLOAT16_FLOOR_NATS = 0.05
-"""Minimum limits of the mismatch alarm: FLOAT32_FLOOR_NATS if engine and trainer both compute in float32,
-BFLOAT16_FLOOR_NATS otherwise. exp(0.05) is 1.05. Differences measured on a healthy SmolLM2-135M, mean of 32 tokens:
-6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded engine, up to 0.077 in vLLM."""
+"""Lowest limits of the mismatch alarm: FLOAT32_FLOOR_NATS if engine and trainer both compute in float32,
+BFLOAT16_FLOOR_NATS otherwise. 0.05 nats mean that probabilities differ by a factor of exp(0.05) = 1.05. Differences
+measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded
+engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
 """Limit of the alarm divided by the difference at version 0, unless the limit is the floor (`alarm_limit`). In healthy
 runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
@@ -299,7 +300,7 @@ def alarm_limit(floor: float, first: float | None) -> float:
     """Return the mean absolute difference above which there is an alarm: max(floor, FACTOR * first).
 
     `first` is the difference at version 0, where engine and trainer certainly hold the same weights, so that only
-    rounding causes it. For the limit of version 0 itself `first` is None, and the floor takes its place.
+    rounding causes it. For the limit of version 0 itself `first` is None, and the limit is FACTOR * floor.
     """
     return max(floor, FACTOR * (floor if first is None else first))
 

@@ -87,8 +87,8 @@ class EmbeddedEngine:
         self._max_seq, self._threads, self._in_flight = max_seq, threads, in_flight
         self._admission = Admission()
         self.lock = self._admission.changed
-        """Lock that is held while rows pass from one thread to another. It is notified at every change that a thread
-        waits for."""
+        """Condition variable. Its lock is held while rows pass from one thread to another. It is notified at every
+        change that a thread waits for."""
         self._running_batches: deque[_RunningBatch] = deque()
         """Batches that were submitted and not yet collected; at most `runner.depth`."""
         self._collected_at = 0.0
@@ -188,8 +188,8 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Subtract a row from the `num_local_rows` of its call, and end its speculative decoding. The caller holds the
-        lock."""
+        """Decrease `num_local_rows` of the row's call by 1, and end the row's speculative decoding. The caller holds
+        the lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
@@ -204,8 +204,8 @@ class EmbeddedEngine:
         return self.drafts.propose(decoding, again + min(prompts, BATCH_PROMPT_TOKENS)) if decoding else {}
 
     def _run(self) -> None:
-        """Run the loop. Wake all waiting callers when it ends, even by an error. The error also reaches threading's
-        excepthook."""
+        """Run the loop. Wake all waiting callers when the loop ends, even if an error ends it. The error also reaches
+        threading's excepthook."""
         try:
             torch.set_num_threads(self._threads)
             self._loop()
@@ -317,26 +317,27 @@ class EmbeddedEngine:
     # ---- for `migration.MigratingEngine`: methods to override, and rows that leave and arrive between two batches ----
 
     def _observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Record a batch that has ended. The caller holds the lock."""
+        """Hook for subclasses: record a batch that has ended. Does nothing here. The caller holds the lock."""
 
     def _wants_report(self) -> bool:
-        """Return True if `_report` must be called even though there may be nothing to compute. The caller holds the
-        lock."""
+        """Hook for subclasses: return True if `_report` must be called even though there may be nothing to compute.
+        False here. The caller holds the lock."""
         return False
 
     def _report(self, rows: Collection[Row]) -> None:
-        """Receive the running and the waiting rows. The engine thread calls this before each batch and whenever
-        `_wants_report` returns True. It does not hold the lock during the call."""
+        """Hook for subclasses: receive the running and the waiting rows. Does nothing here. The engine thread calls it
+        before each batch and whenever `_wants_report` returns True, without holding the lock."""
 
     def _stopped(self) -> None:
-        """Handle the stop of the engine. No row finishes afterwards. The caller holds the lock."""
+        """Hook for subclasses: handle the stop of the engine. Does nothing here. No row finishes after this call. The
+        caller holds the lock."""
 
     @property
     def has_stopped(self) -> bool:
         return self._admission.stopped
 
     def check(self, request: Request) -> None:
-        """Check a request. Raises RequestError if no version of the weights could serve it."""
+        """Raise RequestError if no version of the weights could serve a request."""
         check_request(request, self._max_seq, self._runner.vocab, self.eos_ids)
 
     def check_awake(self) -> None:
@@ -382,7 +383,7 @@ class EmbeddedEngine:
     def put_in(self, row: Row, blocks: list[int], num_cached: int) -> None:
         """Continue a row from another engine. `blocks` hold the keys and values of its first `num_cached` positions. If
         `num_cached` > 0 and fewer than `max_rows` rows are running, the row runs at once. Otherwise the row is queued,
-        the blocks are released, and its tokens are fed again. Call this between batches."""
+        the blocks are released, and the row's tokens are fed again. Call this between batches."""
         if num_cached and self._scheduler.admit_with_blocks(row, blocks):
             row.num_cached = num_cached
         else:
@@ -397,8 +398,8 @@ class EmbeddedEngine:
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the blocks that only this failed row holds. When another row gets such a block later, attention
-    multiplies the positions that this row has not written yet by 0. So the contents of the block must be finite. No
+    """Write zeros into the blocks that only this failed row holds. Another row may get such a block later. Attention
+    then multiplies the positions that the other row has not written yet by 0, so their contents must be finite. No
     batch under way reads or writes these blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape

@@ -39,7 +39,8 @@ class Drafts(Protocol):
     wants_hidden: bool
     """True if `observe` needs the hidden states from which tokens are drawn."""
     counts: DraftCounts
-    """Counts since the last call of `stats`, which replaces this object by a new one under the engine's lock."""
+    """Counts since the last call of the engine's `stats`. That method puts a new object here, under the engine's
+    lock."""
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> Mapping[Row, DraftTree]:
         """Return the guesses for `rows`, which decode in the next batch. Rows without guesses are left out.

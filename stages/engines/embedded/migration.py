@@ -240,8 +240,8 @@ class MigratingEngine(EmbeddedEngine):
         return None
 
     def drop_parts(self, key: RowKey) -> None:
-        """Delete the stored parts of a row that will not arrive. Does nothing if there are none or the engine has
-        stopped."""
+        """Delete the stored parts of a row that will not arrive. Does nothing if no parts are stored, or if the engine
+        has stopped."""
         with suppress(RuntimeError), self.between_batches():
             self._drop_stored(key)
 
@@ -302,8 +302,9 @@ class MigratingEngine(EmbeddedEngine):
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Take back rows that left this engine, and continue them here. If the engine's weights have changed since a
-        row left, the row's caller gets RowsLost instead. If the engine has stopped, the caller gets RuntimeError."""
+        """Take back rows that left this engine, and continue them here. Rows that no caller waits for are dropped
+        instead. If the engine's weights have changed since a row left, the row's caller gets RowsLost instead. If the
+        engine has stopped, the caller gets RuntimeError."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.tickets_awaited(tickets)):
                 assert left is not None
@@ -389,8 +390,8 @@ class OutgoingRows:
         return self._rows.pop(ticket, None)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets in `tickets` whose rows are stored and still wanted. Drop stored rows of the other tickets
-        in `tickets`."""
+        """Return the tickets in `tickets` whose rows are stored and still wanted. A stored row that has one of the
+        tickets and is no longer wanted is dropped."""
         for ticket in tickets:
             if ticket in self._rows and self._rows[ticket][0].unwanted:
                 del self._rows[ticket]

@@ -56,7 +56,7 @@ _FUSED = {
     "gate_up": (GATE_PROJ, UP_PROJ),
     "down": (DOWN_PROJ,),
 }
-"""Field of `Block` -> the layer's matrices that it stacks, in this order."""
+"""Field of `Block` -> the layer's matrices that are stacked in the field, in this order."""
 _VECTORS = {
     "attention_norm": (INPUT_NORM,),
     "mlp_norm": (POST_ATTENTION_NORM,),
@@ -64,7 +64,8 @@ _VECTORS = {
     "q_norm": (Q_NORM,),
     "k_norm": (K_NORM,),
 }
-"""Field of `Block` -> the layer's vectors that it joins. A model may lack the last three fields."""
+"""Field of `Block` -> the layer's vectors that are joined in the field, in this order. A model may lack the last three
+fields."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def _placer(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that takes a tensor's name and returns a copy of the tensor on `device`. Matrices are converted
-    to `dtype`; norms and biases stay float32. The function raises WeightsError if a number is not finite."""
+    to `dtype`, and norms and biases to float32. The function raises WeightsError if a number is not finite."""
 
     def place(name: str) -> torch.Tensor:
         tensor = tensors[name].detach()

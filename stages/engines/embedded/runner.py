@@ -61,8 +61,8 @@ class Runner(Protocol):
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return new weights for `swap`. The old weights stay in use until then. Raises WeightsError if the new weights
-        cannot be made."""
+        """Return new weights for `swap`. The old weights stay in use until the swap. Raises WeightsError if the new
+        weights cannot be made."""
         ...
 
     def swap(self, prepared: Any) -> None:

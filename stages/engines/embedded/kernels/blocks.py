@@ -1,5 +1,5 @@
-"""Blocks of the key/value cache. Used by kernels, cache and scheduler. Imports nothing, because the prediction of a
-run's memory uses it too and loads no torch.
+"""Blocks of the key/value cache. Used by kernels, cache and scheduler. The module imports nothing, because it is also
+used where torch is not loaded: to predict a run's memory.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`, which must be the dtype of the packed weight, with two exceptions: on CUDA `dtype` may
-    also be float32; and on a CPU that cannot multiply in `dtype`, `pack` has made the weight float32."""
+    """Return x W^T as `dtype`, which must be the dtype of the packed weight. There are two exceptions. On CUDA, `dtype`
+    may also be float32. On a CPU that cannot multiply in `dtype`, `pack` has made the weight float32."""
     x = x.to(packed.dtype)
     if packed.is_cuda and packed.dtype != dtype:
         return torch.mm(x, packed.t(), out_dtype=dtype)

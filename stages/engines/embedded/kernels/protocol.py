@@ -65,7 +65,7 @@ class PagedCache(Protocol):
     """The keys and values that a forward pass reads and writes (`cache.KVCache` holds them)."""
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
-    """Per block of the model: keys [P, K, D, 16] and values [P, K, 16, D]."""
+    """Keys [P, K, D, 16] and values [P, K, 16, D] of each block of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,9 @@ class Kernels(Protocol):
         first: int,
         vocab: int,
     ) -> Float64[torch.Tensor, "N 5"]:
-        """Return one part's contribution to a draw from the whole vocabulary, as `sampling.sample_part` does. `first`:
-        first token of the part. `vocab`: size of the whole vocabulary. May overwrite `logits`."""
+        """Return five numbers for each draw: what one part of the vocabulary contributes to a draw from the whole
+        vocabulary (see `sampling.sample_part`). `first`: first token of the part. `vocab`: size of the whole
+        vocabulary. May overwrite `logits`."""
         ...
 
 
@@ -243,7 +244,7 @@ class HeadWeights:
     embedding: Float32[torch.Tensor, "T+1 C"]
     """Embedding of each draft id. The last row is the embedding of all other tokens."""
     words: Int32[torch.Tensor, "1 T"]
-    """Word of each draft id's token (see `sampling.token_words`). The noise of the token is computed from it."""
+    """Word of each draft id's token (see `sampling.token_words`). The noise of the token is computed from this word."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ _GATHERED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class TorchKernels:
-    """See `Kernels`."""
+    """The kernels in plain torch. They implement `Kernels`."""
 
     name: str = "torch"
     supports_trees: bool = True

@@ -28,8 +28,8 @@ from jaxtyping import Float32, Float64
 from stages.engines.embedded.batch import Batch
 
 _TIMEOUT = timedelta(minutes=30)
-"""Time after which a call to a rank fails if the rank neither answers nor ends. Callers that wait for the whole replica
-use a shorter timeout."""
+"""Time after which a transfer between ranks fails if the other rank neither takes part nor ends. Callers that wait for
+the whole replica use a shorter timeout."""
 
 
 class RankCommunicator:
@@ -47,8 +47,8 @@ class RankCommunicator:
         self._device = device
         store = dist.FileStore(str(folder / "store"), tensor * pipeline)
         self._peers: Any = _group(store, f"stage{self._stage}", self._index, tensor, device) if tensor > 1 else None
-        """Process group of this stage's ranks; None if the stage has one rank. torch has no common type for the
-        backends."""
+        """Process group of this stage's ranks; None if the stage has one rank. The type is Any, since torch has no
+        common type for gloo and NCCL."""
         self._stages: Any = _group(store, f"i{self._index}", self._stage, pipeline, device) if pipeline > 1 else None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._pipeline = pipeline

@@ -1,8 +1,8 @@
 """The processes of a model's ranks 1, 2, ...: how rank 0's process starts them, and the program that they run.
 
 A thread of `RankProcesses` starts the processes, waits for their ends and reaps them. The processes end with this
-thread (`end_with_parent`), so none is left behind, however rank 0's process ends. Each process runs `main`. Its
-arguments COMMANDS and WEIGHTS are the file descriptors of its two connections.
+thread (`end_with_parent`), so none is left behind, however rank 0's process ends. Each process runs `main`. The two
+arguments on its command line are the file descriptors of its connections for commands and for weights.
 
     main thread      carries out commands one after the other: passes (the last stage answers with the draws), swaps of
                      weights, reads and writes of the cache, sleep and wake
@@ -47,7 +47,7 @@ from storage.host import end_with_parent
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
 _EXIT_NOTICE_S = 30.0
-"""Maximum seconds from a broken connection until the end of the rank's process is noticed."""
+"""Maximum seconds that `attempt` waits, after an error, until the end of a rank's process is noticed and handled."""
 
 
 class RankLost(RuntimeError):
@@ -64,7 +64,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Owns the processes of the other ranks. If one of them ends, the others are killed."""
+    """Owns the processes of ranks 1, 2, ... If one of these processes ends, the others are killed."""
 
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
         """Start the rank processes. `meet` waits until they run.
@@ -221,8 +221,8 @@ def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, 
 
 
 def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """Receive and prepare the announced weights. Answer twice, each time with None or an error: before the tensors are
-    sent, and after they are packed."""
+    """Receive and prepare the announced weights. Before the tensors are sent, answer None, or an error if there is too
+    little memory. If all ranks have answered None, receive and pack the tensors, and answer again: None or an error."""
     try:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in message.tensors}
     except (RuntimeError, MemoryError) as error:  # torch reports missing memory as RuntimeError

@@ -1,7 +1,7 @@
 """The kernels in C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes.
 
-If the kernels and torch both use the GNU runtime of OpenMP, they share their threads. torch's packages for Linux use
-it. The records mirror the structs in C, and `load_library` compares their layouts. The functions `check_...` raise
+If the kernels and torch both use the GNU runtime of OpenMP, they share threads. torch's packages for Linux use this
+runtime. The records mirror the structs in C, and `load_library` compares their layouts. The functions `check_...` raise
 ValueError if the sizes of the arguments do not match. They do not check values (positions, block numbers): the
 scheduler is responsible for these.
 
@@ -47,8 +47,8 @@ class _ThreadState(threading.local):
 
 
 def load_native_kernels() -> NativeKernels:
-    """Load the library, and compile it first if necessary. Raises NoNativeKernelsError if it cannot be compiled or
-    loaded."""
+    """Return the kernels in the compiled library, which is compiled first if necessary. Raises NoNativeKernelsError if
+    it cannot be compiled or loaded."""
     library = load_library("kernels", Path(__file__).parent, _SOURCES, _HEADERS, RECORDS)
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
     library.end_threads.argtypes = []
@@ -186,9 +186,9 @@ class NativeKernels:
         return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
-        """Return the addresses of buffers for `rows` rows: one buffer for each entry of `row_bytes`, which is its size
-        per row. Each buffer begins at a cache line. The memory belongs to this thread. It is reused, since the system
-        would have to clear new memory page by page."""
+        """Return the addresses of buffers, one for each entry of `row_bytes`. The entry is the buffer's size per row,
+        in bytes, and the buffer holds `rows` rows. Each buffer begins at a cache line. The memory belongs to the
+        calling thread. It is reused, since the system would have to clear new memory page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
         state = self._thread_state
         if state.workspace.numel() < ends[-1]:
@@ -484,7 +484,8 @@ def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Te
 
 
 def check_head_vectors(block: Block, num_heads: int, kv_heads: int, dim: int) -> None:
-    """Check the shapes of the biases, and of the norms of queries and keys. A model may have none of these."""
+    """Check the shapes of the biases, and of the norms of queries and keys. A model may have no biases, and no such
+    norms; one norm without the other is refused."""
     require((block.q_norm is None) == (block.k_norm is None), "q_norm and k_norm must be given together")
     if block.qkv_bias is not None:
         expect("qkv_bias", block.qkv_bias, ((num_heads + 2 * kv_heads) * dim,))
@@ -494,7 +495,8 @@ def check_head_vectors(block: Block, num_heads: int, kv_heads: int, dim: int) ->
 
 
 def check_tokens(num: int, tokens: Tokens, angles: Angles, dim: int) -> None:
-    """Check the shapes of a batch of `num` tokens. `dim`: head dimension."""
+    """Check the shapes of a batch of `num` tokens, and that tables and angles cover the longest row. `dim`: head
+    dimension."""
     expect("positions", tokens.positions, (num,), _INT64)
     expect("rows", tokens.rows, (num,), _INT32)
     require(tokens.tables.ndim == 2, f"tables have {tokens.tables.ndim} axes; wanted: 2")

@@ -47,7 +47,8 @@ Run = Callable[[], None]
 
 
 class DecodeBatch(Protocol):
-    """The fields of a batch that are used here, for N tokens of R rows; see `stages.engines.embedded.batch.Batch`."""
+    """The fields of a batch that are used here: N tokens of R rows, and M draws. See
+    `stages.engines.embedded.batch.Batch`."""
 
     @property
     def ids(self) -> Int64[np.ndarray, " N"]: ...
@@ -77,12 +78,13 @@ class Drawing:
 
     temperatures: Float32[torch.Tensor, " N"]
     keys: Int32[torch.Tensor, "N 2"]
-    """Halves of the 64-bit keys, low first."""
+    """The two halves of each draw's 64-bit key, the low half first. The noise of the draw follows from the key."""
     banned: Int32[torch.Tensor, "N B"]
 
 
 Compute = Callable[[Tokens, Drawing], tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]]
-"""Function that computes a whole batch: the tokens drawn after every token, and their log-probs."""
+"""Function that computes a whole batch. It returns the token drawn after every token, and the log-prob of the drawn
+token."""
 
 
 def run_directly(run: Run) -> Run:

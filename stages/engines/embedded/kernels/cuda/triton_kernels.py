@@ -40,7 +40,7 @@ from stages.engines.embedded.sampling import sample_part, token_words
 SPLIT = 256
 """Number of positions in a split of the context. It is a multiple of the positions in a block."""
 _TILE = 64
-"""Number of positions that are multiplied at a time. SPLIT is a multiple of it."""
+"""Number of positions whose keys or values are multiplied at a time. SPLIT is a multiple of it."""
 _DOT_ROWS = 16
 """Smallest number of rows that a matrix product may have. Smaller groups of query heads are padded."""
 _PROGRAMS_PER_PROCESSOR = 8

@@ -268,7 +268,7 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
         nested = {part: nested}
     alone = make_dataclass("Setting", [(inside[0], _setting_types(section)[inside[0]], field(default=MISSING))])
     kind, container = _type_of(key, schema), isinstance(value, DictConfig | ListConfig)
-    refused = "of another type" if kind in _WORDS and container else None  # omegaconf lets it pass in a new mapping
+    refused = "of another type" if kind in _WORDS and container else None  # omegaconf accepts these in a new mapping
     try:
         OmegaConf.merge(OmegaConf.structured(alone), OmegaConf.create(nested))
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
@@ -406,8 +406,8 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
 
 
 def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
-    """Return the content of one file as the dataclass `schema`. Raises ConfigError if the file cannot be read, or has
-    an unknown key, a value of a wrong type or a missing value. Nothing else is checked."""
+    """Return the content of one file as an object of the dataclass `schema`. Raises ConfigError if the file cannot be
+    read, or has an unknown key, a value of a wrong type or a missing value. Nothing else is checked."""
     return _load(schema, _sources([file], []))
 
 
@@ -521,7 +521,8 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
 
 
 def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
-    """Merge the sources one after the other. Raises OmegaConfBaseException or TypeError."""
+    """Return the defaults of `schema`, with the sources merged into them one after the other. Raises
+    OmegaConfBaseException or TypeError."""
     merged: Any = OmegaConf.structured(schema)
     for _, source in [*([("", _default_placement(sources))] if schema is RunConfig else []), *sources]:
         if not isinstance(source, DictConfig):

@@ -143,7 +143,7 @@ class PlannedScorer:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run as input of the prediction."""
+    """A run, with the facts about its models from which its memory is predicted."""
 
     config: RunConfig
     model: PlannedModel
@@ -165,7 +165,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes of one worker, by purpose."""
+    """The predicted memory of one worker: bytes by purpose."""
 
     worker: Worker
     items: Mapping[str, int]
@@ -341,7 +341,7 @@ def _scorer_bytes(run: PlannedRun, gang: Gang, scorer: PlannedScorer, stage: int
 
 
 def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
-    """Return item -> bytes of the models of a rank of this pipeline stage."""
+    """Return item -> bytes of the models of a rank of this pipeline stage. `first`: True for the gang's first rank."""
     config = run.config
     settings = config.placement.gangs[gang.name]
     layout = settings.layout
@@ -392,7 +392,7 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
     config, spec, engine, memory = run.config, run.spec, run.config.engine, engine_memory(run)
     number, ranks = DTYPE_BYTES[engine.dtype], config.replica_ranks
     output_layer = spec.vocab_size * spec.hidden_size
-    packed = parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # tied: it is stored a second time
+    packed = parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # tied: the layer is stored twice
     refit = number * _published_parameters(run)
     if memory.refit_bytes is not None:  # the engine refits the whole model in place
         refit = min(number * parameters(spec), ranks * max(memory.refit_bytes, number * output_layer))

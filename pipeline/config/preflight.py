@@ -66,8 +66,9 @@ from storage.prompts import PromptItem, PromptsError
 from storage.redaction import MARK, marked
 
 DEVICE_ITEM, ENGINE_DEVICE_ITEM = "device", "engine.device"
-"""Keys of a worker's numerics (stages/native/fingerprint.py). `DEVICE_ITEM` is present if the worker has a GPU.
-`ENGINE_DEVICE_ITEM` is reported by an engine in an environment of its own."""
+"""Keys of a worker's numerics: the items on which the last bits of its results depend (stages/native/fingerprint.py).
+`DEVICE_ITEM` is present if the worker has a GPU. `ENGINE_DEVICE_ITEM` is reported by an engine in an environment of its
+own."""
 
 
 def engine_device(numerics: Mapping[str, str]) -> Device:
@@ -432,7 +433,7 @@ def _check_tracking(config: RunConfig) -> None:
 
 def check_writable(key: str, given: str, directory: Path) -> None:
     """Raise ConfigError if a directory cannot be written to. If it does not exist yet, its nearest existing parent is
-    checked."""
+    checked. `key`, `given`: the setting at fault and its value, for the error."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -139,7 +139,7 @@ class JudgeConfig:
     """The judge that labels."""
 
     kind: str = "???"
-    """`judge` or `local_judge`."""
+    """Kind of the judge: `judge` (a model behind an endpoint) or `local_judge` (a model in this process)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the judge, the same as for a reward of this kind."""
 

@@ -54,7 +54,7 @@ class AlarmsConfig:
     `rollout.versions` latest or inflight: under `exact` every row is at the bound by design."""
     entropy_below: float | None = setting(0.05, above(0, ", or null for no such alarm"))
     """entropy: alarm if the policy's entropy (`policy/entropy`, nats per sampled token) is below this for 3 steps in a
-    row: it has collapsed."""
+    row: the policy has collapsed."""
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
     """kl: alarm if the KL to the reference (`kl/ref_per_token`, nats per token) is above this for 3 steps in a row."""
     critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
@@ -275,8 +275,8 @@ BFLOAT16_FLOOR_NATS otherwise. 0.05 nats mean that probabilities differ by a fac
 measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded
 engine, up to 0.077 in vLLM."""
 FACTOR = 3.0
-"""Limit of the alarm divided by the difference at version 0, unless the limit is the floor (`alarm_limit`). In healthy
-runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
+"""The limit of the alarm is the difference at version 0 times this factor, but never below the floor (`alarm_limit`).
+In healthy runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
 STALE_SHARE = 2 / 3
 """Factor that lowers the limit if the engine still seems to hold the older weights that sampled the tokens
 (`differs`)."""

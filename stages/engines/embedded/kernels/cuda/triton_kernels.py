@@ -284,7 +284,8 @@ def _attend(
     num_programs(2)-th split of the context.
 
     The token's own key and value come from `qkv`, rounded as in the cache. They are not read back from the cache. If no
-    other token of the batch reads them, this kernel may therefore write them to the cache (`WRITES`)."""
+    other token of the batch reads them, this kernel may therefore write them to the cache (`WRITES`). The result goes
+    to `out` if there is only one split (`DIRECT`), otherwise to `sums` and `scales`, which `_combine` reads."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = kv_heads * GROUP
     position = tl.load(positions + token).to(tl.int32)

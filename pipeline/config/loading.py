@@ -338,8 +338,8 @@ _OTHER_PROGRAMS = {
     "a reward model's training": {"data", "train", "optimizer"},
     "a labelling": {"judge", "responses"},
 }
-"""Name of another program -> sections that each of its configs has, and no config of a run. They show that a directory
-belongs to that program."""
+"""Name of another program -> sections that each of its configs has, and no config of a run. These sections show that a
+directory belongs to the other program."""
 _COMMANDS: dict[type, tuple[str, str]] = {
     RunConfig: ("a run", "stageline run"),
     RewardModelConfig: ("a reward model's training", "stageline reward train"),

@@ -507,8 +507,8 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus:
 
 
 def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
-    """Return the model at `path`, with the size of its weight files. If the model has none, the size is
-    computed from its config.json."""
+    """Return the model at `path`, with the size of its weight files. If the model has none, the size is computed from
+    its config.json."""
     content = read_config(path)
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "float32")
     return PlannedModel(path, spec, stored_bytes(path) or DTYPE_BYTES.get(dtype, 4) * parameters(spec), dtype)

@@ -40,8 +40,8 @@ class RunPaths:
 
     @property
     def first_full_events(self) -> Path:
-        """The oldest part of a run's journal that was full and got a number. Only long runs have this file
-        (`pipeline/observe/journal.py`)."""
+        """The first part of a run's journal, renamed to this when it was full. Shorter journals have only `events` (see
+        `pipeline/observe/journal.py`)."""
         return self.root / "events-000001.jsonl"
 
     @property

@@ -301,8 +301,8 @@ def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -
 
 
 def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
-    """Read the tokenizer and the prompts, and return both, with the damage of the saved prompts. Set the number of
-    evaluated prompts in the config to the number that was read."""
+    """Read the tokenizer and the prompts. Return them and, if the saved prompts are damaged, a description of the
+    damage. Set the number of evaluated prompts in the config to the number that was read."""
     tokenizer = open_tokenizer(config, config.model.path)
     prompts, lost = _prompts_of(config, tokenizer, saved)
     if config.evaluation_source is None:
@@ -366,7 +366,7 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
 
 def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Identity | None) -> None:
     """If the config does not set the number of evaluated prompts, set it to the number that the run in this directory
-    has. Do nothing if there is no run, or if the run's evaluations read another file than the config's."""
+    has. Do nothing if there is no run, or if the run and the config name different sources of evaluated prompts."""
     if identity is None and not paths.config.exists():
         return
     before = config_sections(read_run_config(paths.config)) if identity is None else identity.latest.config
@@ -506,7 +506,8 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Raise ConfigError if the engine does not run on this host's devices, or is missing from its own environment."""
+    """Raise ConfigError if the engine does not run on this host's devices, or is not installed in the environment of
+    `engine.python`."""
     kind, python = config.engine.kind, config.engine.python
     _check_engine_device(config, "cuda" if gpus_here() else "cpu")
     if python is None:

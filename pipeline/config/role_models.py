@@ -168,9 +168,9 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. It can if both have
-    the same architecture and the same weights in the shared part, and if the other model has more blocks than the
-    frozen ones. The numbers of blocks and of positions may differ."""
+    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. It can share them if
+    both models have the same architecture and the same weights in these parts, and if it has further blocks. The
+    numbers of blocks and of positions may differ."""
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"

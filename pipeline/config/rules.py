@@ -61,8 +61,8 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return a copy of the config in which the settings `wrong` have their defaults, so that the other settings can be
-    checked across sections. Also return the names of the sections that were replaced as a whole: a wrong key in them
-    names no setting, or they still had problems."""
+    checked across sections. Also return the names of the sections that were replaced as a whole: sections in which a
+    wrong key names no setting, and sections that still have problems."""
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
@@ -276,8 +276,8 @@ def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
 # ---- What the engine can do ------------------------------------------------------------------------------
 
 PLAIN_TEMPERATURES = (0.0, 1.0)
-"""Temperatures at which the logits need no division. 1: a token is drawn from the softmax of the logits. 0: the token
-is their arg max."""
+"""Evaluation temperatures that are allowed if the engine computes log-probs only for temperature 1. At 1 a token is
+drawn from the softmax of the logits. At 0 it is the arg max of the logits."""
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:

@@ -408,7 +408,7 @@ def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
 
 @dataclass(frozen=True)
 class _RunningBatch:
-    """A batch under way, with the times before and after its guesses were drafted."""
+    """A batch under way, with the times at which the drafting of its guesses began and ended."""
 
     chunks: list[Chunk]
     started_at: float

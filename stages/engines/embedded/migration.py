@@ -256,7 +256,7 @@ class MigratingEngine(EmbeddedEngine):
 
         Raises:
             RequestError: a row cannot be served, needs another version of the weights, brings keys of another model, or
-                lacks parts that were sent before. Then none of the rows is accepted.
+                parts that were sent before it are not here. Then none of the rows is accepted.
             RuntimeError: the engine is asleep or has stopped.
         """
         for one in migrated:
@@ -302,9 +302,9 @@ class MigratingEngine(EmbeddedEngine):
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Take back rows that left this engine, and continue them here. Rows that no caller waits for are dropped
-        instead. If the engine's weights have changed since a row left, the row's caller gets RowsLost instead. If the
-        engine has stopped, the caller gets RuntimeError."""
+        """Take back rows that left this engine, and continue them here. Rows that no caller waits for are dropped. If
+        the engine's weights have changed since a row left, the row's caller gets RowsLost instead. If the engine has
+        stopped, the caller gets RuntimeError."""
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.tickets_awaited(tickets)):
                 assert left is not None
@@ -318,7 +318,8 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put((row, self._lost_error(row)))
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets in `tickets` whose rows are in other engines and whose callers still wait."""
+        """Return the tickets in `tickets` whose rows are in other engines and whose callers still wait. Rows with one
+        of the tickets that no caller waits for are dropped."""
         with self.lock:
             return self._outgoing.tickets_awaited(tickets)
 
@@ -443,8 +444,8 @@ class BatchTimes:
         self._passes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_PASSES))
 
     def observe(self, chunks: Collection[Chunk], seconds: float, num_groups: int = 1) -> None:
-        """Record a batch. `num_groups`: number of batches that are under way at the same time. The rows of all these
-        batches have gone through one pass after `num_groups * seconds`."""
+        """Record a batch, which took `seconds`. `num_groups`: number of batches that are under way at the same time.
+        One pass over the rows of all these batches takes `num_groups * seconds`."""
         fed = sum(chunk.count for chunk in chunks if not chunk.decodes)
         if not fed:
             self._pass_s = seconds

@@ -44,7 +44,7 @@ class Runner(Protocol):
     """Maximum number of batches that are submitted before the first of them is collected."""
     vocab: int
     num_blocks: int
-    """Number of cache blocks that rows can hold."""
+    """Number of cache blocks that all rows together can hold."""
     kernels: str
     """The kernels in use: `native`, `torch` or `triton`."""
     supports_trees: bool

@@ -90,7 +90,8 @@ class RankProcesses:
         started.wait()
 
     def meet(self) -> None:
-        """Send each rank its spec, and wait until its process answers. Raises RankLost if a process ends before."""
+        """Send each rank its spec, and wait until its process answers. Raises RankLost if a process ends before it has
+        answered."""
         for rank in self.ranks:
             self.attempt(partial(rank.commands.send, rank.spec))
         for rank in self.ranks:

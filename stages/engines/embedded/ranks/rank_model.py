@@ -101,7 +101,7 @@ class RankModel:
         return refit_weights(self._part, self._weights, tensors, self._kernels)
 
     def end_threads(self) -> None:
-        """See `Kernels`."""
+        """End the helper threads of the calling thread; see `Kernels.end_threads`."""
         self._kernels.end_threads()
 
     def set_weights(self, weights: LlamaWeights) -> None:

@@ -7,7 +7,8 @@ and nothing read from the host in between. Therefore
     shapes    a batch is padded to the next of `SIZES` tokens; padding tokens have no block and are ignored
     memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, by one
                   copy; the draws leave through another buffer
-    lengths   the kernels read each row's length from its position (`triton_kernels`), so one graph serves every length
+    lengths   the kernels read the length of a token's context from the token's position (`triton_kernels`), so one
+              graph serves every length
     weights   stay in place: a refit copies into them (`LocalRunner.swap`). Two sets of weights, each with its own
               graphs, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) but take twice the memory
     cache     stays in place; when its memory is released, the graphs are dropped too (`clear`)
@@ -78,7 +79,7 @@ class Drawing:
 
     temperatures: Float32[torch.Tensor, " N"]
     keys: Int32[torch.Tensor, "N 2"]
-    """The two halves of each draw's 64-bit key, the low half first. The noise of the draw follows from the key."""
+    """The two halves of each draw's 64-bit key, the low half first. The noise of the draw is computed from the key."""
     banned: Int32[torch.Tensor, "N B"]
 
 

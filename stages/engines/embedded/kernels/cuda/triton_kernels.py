@@ -424,8 +424,8 @@ def _log(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gumbel(words: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return the Gumbel noise of some tokens (see `sampling.gumbel`). `words`: their `sampling.token_words`. `low`,
-    `high`: the halves of the key."""
+    """Return the Gumbel noise of some tokens (see `sampling.gumbel`). `words`: the tokens' `sampling.token_words`.
+    `low`, `high`: the halves of the draw's 64-bit key."""
     x = (words ^ low) * _ROUND_1
     x = ((x ^ (x >> 15)) + high) * _ROUND_2
     x = (x ^ (x >> 16)) & 0x7FFFFFFF

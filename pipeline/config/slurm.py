@@ -41,8 +41,8 @@ _WRITTEN = {
     "--time": "slurm.time_limit",
     "-t": "slurm.time_limit",
 }
-"""Option of sbatch that the script sets itself -> the setting or command that decides its value; None: the value is
-fixed."""
+"""Option of sbatch that a config must not give, because the job script decides it -> the setting or command that
+decides the option's value. None if the value is fixed."""
 _UNQUOTED = re.compile(r"[^\s'\"`$\\;&|<>]+")
 
 
@@ -68,8 +68,8 @@ class SlurmGangConfig:
     """The nodes of a gang's workers, and the resources of each worker."""
 
     nodes: int | None = setting(None, at_least(1))
-    """Number of the gang's own nodes; its workers are spread over them evenly. null: its workers run beside another
-    gang (`beside`), or on the batch node."""
+    """Number of nodes that the job requests for this gang. The gang's workers are spread evenly over these nodes. null:
+    the workers run on the nodes of another gang (`beside`), or on the batch node if `beside` is null too."""
     beside: str | None = None
     """Name of another gang. The workers of this gang are spread evenly over the nodes of the other gang."""
     gpus_per_worker: int | None = setting(None, at_least(0))
@@ -77,17 +77,17 @@ class SlurmGangConfig:
     of its engine ranks. A scoring worker needs one if rewards have models and its gang's `device` is not cpu. Other
     workers need none."""
     cpus_per_worker: int | None = setting(None, at_least(1))
-    """CPUs of each worker. null: `placement.gangs.NAME.threads`, and for a replica of the engine this number for each
-    of its ranks."""
+    """CPUs of each worker. null: the number of threads in `placement.gangs.NAME.threads`. For a replica of the engine,
+    this number is multiplied by the number of the replica's ranks."""
     partition: str | None = setting(None, _WORD)
-    """Partition of these nodes; null: `slurm.partition`."""
+    """Partition of the gang's nodes; null: `slurm.partition`."""
     sbatch: list[str] = setting([], _OPTIONS)
-    """Options of sbatch for these nodes: `--mem=0`, `--constraint=nvlink`."""
+    """Options of sbatch for the gang's nodes, for example `--mem=0` and `--constraint=nvlink`."""
 
 
 @dataclass
 class SlurmConfig:
-    """The job that `stageline submit` writes for sbatch. Its size follows from `placement`."""
+    """The job that `stageline submit` writes for sbatch. The number of its workers comes from `placement`."""
 
     account: str | None = setting(None, _WORD)
     """Account that the job is charged to; null: the user's default."""
@@ -97,13 +97,14 @@ class SlurmConfig:
     """Time limit in Slurm's format: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the time
     limit of the partition."""
     signal_lead_s: int = setting(180, between(1, _LONGEST_LEAD_S))
-    """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
+    """Number of seconds before the time limit at which the run is stopped. The job is then requeued. Slurm may stop the
+    run up to a minute earlier."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
     """Kind of job. auto: heterogeneous if gangs need different nodes, else plain."""
     gres: str | None = setting("gpu", _WORD)
     """Slurm's name of a GPU: `gpu`, or with its kind `gpu:h100`; null: everything is computed on CPUs."""
     driver_cpus: int = setting(2, at_least(1))
-    """CPUs of the batch node for driver and scheduler."""
+    """Number of CPUs that driver and scheduler get on the batch node."""
     environment: list[str] = setting([], _LINES)
     """Lines of shell that run before anything else in the job: `module load cuda`, `source .venv/bin/activate`."""
     command: str | None = None
@@ -115,7 +116,7 @@ class SlurmConfig:
     template: str | None = None
     """Path of the script's template; null: Stageline's slurm/run.sbatch."""
     gangs: dict[str, SlurmGangConfig] = field(default_factory=dict)
-    """Nodes and resources by gang."""
+    """Name of a gang -> its nodes and resources."""
 
 
 def gpus_of_worker(config: SlurmConfig, gang: Gang) -> int:
@@ -246,7 +247,8 @@ def _time_problems(config: SlurmConfig) -> Iterator[Problem]:
 
 
 def _option_problems(key: str, options: list[str]) -> Iterator[Problem]:
-    """Yield a problem for each option that the script sets itself."""
+    """Yield a problem for each option of sbatch that the job script decides itself (`_WRITTEN`). `key`: the setting
+    that lists the options."""
     for number, option in enumerate(options):
         for word in option.split():
             name = word.partition("=")[0] if word.startswith("--") else word[:2]

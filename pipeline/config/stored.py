@@ -1,13 +1,13 @@
 """The place of a run's stored data: its directory, or an object store (`storage.url`). Every process of a run, and
 every command that reads a run, gets the place from `RunConfig.stored`.
 
-    in the run's directory          config.yaml, identity.json, prompts, journal, logs, results
-    there, or below `storage.url`   ledger/, rollouts.zarr/, attempts/, damaged/, archive/, dropped.json
-    in both                         checkpoints/, weights/ (exports): written locally, then uploaded
+    run's directory                    config.yaml, identity.json, prompts, journal, logs, results
+    run's directory or `storage.url`   ledger/, rollouts.zarr/, attempts/, damaged/, archive/, dropped.json
+    both places                        checkpoints/, weights/ (exports): written to the directory, then uploaded
 
-The configs in two directories can name the same object store. For example, a driver was killed, or only seems to be,
-and another driver continues the run from another directory. So each driver writes a claim when it starts, and ends when
-it finds a later claim.
+The configs in two directories can name the same object store. For example, a driver was killed or seems to be dead, and
+another driver continues the run from another directory. So each driver writes a claim below `storage.url` when it
+starts, and ends when it finds a later claim.
 
     drivers/000002.json   {"host": "node7", "directory": "/data/runs/demo", "time": 1767225600.0}
 """
@@ -35,7 +35,8 @@ from storage.ledger import Ledger
 KEY = "storage.url"
 _CLAIMS = "drivers"
 _PROBE_S = 5.0
-"""Seconds for which `check_stored` retries. A wrong address should be refused soon."""
+"""Seconds for which `check_stored` repeats a failed request. The time is short, so that a wrong address is refused
+soon."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RunStorage:
 
     @property
     def place(self) -> str:
-        """The path or URL below which ledger and rollouts are."""
+        """The path or URL below which the ledger and the rollouts are stored."""
         return str(self.directory) if self.url is None else self.url
 
     @property
@@ -68,24 +69,25 @@ class RunStorage:
 
     @property
     def rollouts(self) -> str:
-        """The Zarr hierarchy of all arrays."""
+        """Path or URL of the Zarr hierarchy that holds all arrays."""
         return f"{self.place}/rollouts.zarr"
 
     def ledger(self) -> Ledger:
         return Ledger(self.ledger_url, self.durability)
 
     def checkpoints(self) -> Checkpoints:
-        """Return the checkpoints; with `storage.url` they are also uploaded there."""
+        """Return the checkpoints in the directory. If `url` is given, each checkpoint is also uploaded below it."""
         store = None if self.url is None else self.root.below("checkpoints")
         return Checkpoints(self.directory / "checkpoints", self.durability, store)
 
     def exports(self) -> Exports:
-        """Return the exported versions; with `storage.url` they are also uploaded there."""
+        """Return the exported versions of the weights in the directory. If `url` is given, each export is also uploaded
+        below it."""
         return Exports(self.directory / "weights", None if self.url is None else self.root.below("weights"))
 
     def copied_after(self, version: int) -> list[str]:
         """Return the keys of the uploaded files of all checkpoints and exports that have a version above `version`. The
-        keys of manifests come first. The list is empty without an object store."""
+        keys of checkpoint manifests and of export records come first. The list is empty without an object store."""
         keys = []
         for kind in ("checkpoints", "weights") if self.url is not None else ():
             for key in files.keys(self.root.below(kind)):
@@ -97,8 +99,8 @@ class RunStorage:
     @contextmanager
     def downloaded(self) -> Iterator[RunStorage]:
         """Yield a copy of this storage that downloads checkpoints and exports into a temporary directory, which is
-        removed after the block. Nothing is downloaded before it is asked for. Without an object store, yield this
-        storage."""
+        removed after the block. A checkpoint or export is downloaded only when it is read. Without an object store,
+        yield this storage."""
         if self.url is None:
             yield self
             return
@@ -133,8 +135,8 @@ class Claim:
 
 
 def claim(stored: RunStorage) -> Claim:
-    """Claim the stored data for this process, so that drivers with other directories end. Raises StoreError if the
-    store cannot be read or written."""
+    """Claim the stored data for this process, and return the claim. A driver with another directory ends when it finds
+    this claim. Raises StoreError if the store cannot be read or written."""
     if stored.url is None:
         return Claim(stored, None)
     owner = {"host": socket.gethostname(), "directory": str(stored.directory.resolve()), "time": time.time()}
@@ -162,9 +164,11 @@ def _claim_key(number: int) -> str:
 
 
 def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
-    """Raise ConfigError if a run cannot store its data at its place. Also raise it if a new run finds data there, or a
-    resumed run does not find its own. Leaves no file. `had_url`: True if the run's data was below a `storage.url`
-    before."""
+    """Check the place of a run's data before the run starts or is resumed (`resume`). Leaves no file.
+
+    With an object store, raise ConfigError if the store cannot be used, if a new run finds data there, or if a resumed
+    run finds no claim there. Without one, raise ConfigError only if a resumed run had a `storage.url` before
+    (`had_url`), and the ledger is not in the directory."""
     if stored.url is None:
         if resume and had_url and not any(Path(stored.ledger_url).glob("*")):
             raise _refused(
@@ -189,9 +193,9 @@ def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
 
 
 def _probe(root: files.Root) -> None:
-    """Write an object and remove it again. Raises StoreError if the store refuses that. Also raises StoreError if the
-    store overwrites an object although it was asked to create it only if there is none. Two workers could then commit
-    the same output."""
+    """Write an object, read it and remove it. Raises StoreError if it cannot be written or read. Also raises StoreError
+    if the store overwrites an existing object although it was asked only to create a new one. With such a store, two
+    workers could commit the same output."""
     key = f"probe-{uuid.uuid4().hex}"
     try:
         files.write_new(root, key, b"1")

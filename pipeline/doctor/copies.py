@@ -22,7 +22,7 @@ COPY_BYTES = 256 << 20
 PIECE = 1 << 20
 """Number of 64-bit words that `checksum` adds up at a time."""
 PIECE_FACTOR = 6364136223846793005
-"""Knuth's multiplier for 64-bit words, by which `checksum` combines its pieces."""
+"""Knuth's multiplier for 64-bit words. `checksum` multiplies its sum by this number before it adds the next piece."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class CopyResult:
     "host->0" from the host to GPU 0."""
 
     bytes_per_s: dict[str, float]
-    """Name of a copy -> its rate."""
+    """Name of a copy -> its rate in bytes per second."""
     wrong: list[str]
     """Names of the copies after which source and target had different checksums."""
 
 
 def measure_copies(devices: list[str], num_bytes: int) -> CopyResult:
     """Copy `num_bytes` between the host and each of these torch devices, and between the devices. Return the rates, and
-    the names of the copies that arrived wrong."""
+    the names of the copies that arrived with other bytes."""
     rates, wrong = dict[str, float](), list[str]()
     generator = torch.Generator().manual_seed(0)
     host = torch.randint(-(2**62), 2**62, (num_bytes // 8,), generator=generator)
@@ -63,7 +63,7 @@ def measure_copies(devices: list[str], num_bytes: int) -> CopyResult:
 
 
 def copy_rate(source: Tensor, target: Tensor) -> float:
-    """Copy a tensor into another four times. Return the rate of the fastest copy, in bytes per second."""
+    """Copy `source` into `target` four times. Return the rate of the fastest copy, in bytes per second."""
     best = 0.0
     for _ in range(4):  # the first copy opens the connection
         target.zero_()

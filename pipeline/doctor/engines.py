@@ -1,5 +1,5 @@
-"""The doctor's tests of generation engines: start, keyed draws, refit, sleep and speed. Each engine runs in a process
-of its own (`generate.py`).
+"""The doctor's tests of generation engines: start, keyed draws (`stages/engines/protocol.py`), refit (loading new
+weights), sleep and speed. Each engine runs in a process of its own (`generate.py`).
 
 Every engine is compared with the reference: the embedded engine on the CPU, in float32 with plain torch kernels.
 """
@@ -107,9 +107,10 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If its draws are keyed, its first rows are compared with three others: the reference's rows, its own rows that were
-    generated one at a time, and its own rows after it has loaded other weights and then the first weights again. Raise
-    Fault if they differ from any of these by more than rounding."""
+    If the engine's draws are keyed, three pairs of results are compared too. Its first rows are compared with the
+    reference's rows, and with its own rows that were generated one at a time. They are also compared with the rows that
+    it generates after other weights and then the first weights were loaded. Raise Fault if a pair differs by more than
+    rounding. `facts`: measurements that a Fault reports."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -126,8 +127,8 @@ def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult,
 
 
 def row_problem(rows: Sequence[GeneratedRow], expected: Sequence[GeneratedRow], dtype: Dtype) -> str | None:
-    """Return a description of a difference between rows that is larger than rounding explains, or None if there is no
-    such difference.
+    """Compare `rows` with `expected`. Return a description of a difference that is larger than rounding explains, or
+    None if there is no such difference.
 
     Log-probs are compared up to the first token that differs, because the tokens after it have another context."""
     same = 0
@@ -157,10 +158,11 @@ def _refit_rate(result: EngineResult) -> float:
 
 
 def _test_model(settings: DoctorSettings) -> str:
-    """Return the path of the model that engines are tested with.
+    """Return the name or path of the model that engines are tested with.
 
     A random model is written to files if its context is shorter than `CONTEXT_TOKENS`, or if engines in other
-    environments need files. The written model has a context of `CONTEXT_TOKENS`, which does not change its weights."""
+    environments need files. The written model has a context of `CONTEXT_TOKENS`, which does not change its weights. Any
+    other model is returned as it is."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= CONTEXT_TOKENS and not settings.engines):
         return model

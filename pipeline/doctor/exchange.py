@@ -31,7 +31,8 @@ from storage.host import end_with_parent, route_address
 
 NUM_BYTES = {"gloo": 64 << 20, "nccl": 256 << 20}
 RENDEZVOUS_S = 300.0
-"""Longest time that a rank waits for the others, in seconds. Their nodes may take longer for the preceding tests."""
+"""Longest time that a rank waits for the others, in seconds. The other ranks' nodes may take longer for the preceding
+tests."""
 MIN_BYTES_PER_S = {"gloo": 20e6, "nccl": 1e9}
 """Lowest accepted rate of an all-reduce in bytes per second, if the rate of the links is not known. It is about a fifth
 of 1 Gbit/s Ethernet for gloo, and about 10 Gbit/s for NCCL."""
@@ -139,8 +140,8 @@ def _min_rate(measured: AllReduceResult, size: int, place: Place) -> tuple[float
 def measure_all_reduce(
     index: int, size: int, rendezvous: Path, timeout_s: float, *, on_one_host: bool
 ) -> AllReduceResult:
-    """Join the group as rank `index`, run six all-reduces, check every number of their results, and return the highest
-    rate.
+    """Join the group as rank `index`, run six all-reduces, and check every number of their results. Return the rate of
+    the fastest all-reduce.
 
     Args:
         index: number of this rank.

@@ -77,8 +77,8 @@ def measure_engine(job: EngineJob) -> EngineResult:
 
 
 def _build_engine(job: EngineJob, config: EngineConfig, device: torch.device | None) -> GenerationEngine:
-    """Build the engine of a job. If it runs in an environment of its own and does not start, print the end of its
-    output."""
+    """Build the engine of a job, and return it. If the engine does not start, print the end of its log file
+    (`EngineJob.log`) and raise the error."""
     log = None if job.log is None else Path(job.log)
     try:
         max_seq = min(MAX_SEQ, read_spec(job.model).max_positions)
@@ -90,7 +90,8 @@ def _build_engine(job: EngineJob, config: EngineConfig, device: torch.device | N
 
 
 def _random_requests(vocabulary: int, longest: int) -> Iterator[Request]:
-    """Yield requests with random prompts of different lengths. They are the same on every machine."""
+    """Yield requests with random prompts of different lengths. They are the same on every machine. `vocabulary`: number
+    of tokens that the model knows. `longest`: maximum length of a prompt and its response together, in tokens."""
     rng = np.random.default_rng(0)
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     for row, length in enumerate(PROMPTS):

@@ -37,7 +37,7 @@ GB/s with 18 links for the H100."""
 NEWER_LINKS = ("B100", "B200", "B300")
 """Parts of the names of GPUs that have NVLink of generation 5."""
 MIN_LINK_FRACTION = 0.5
-"""Fraction of the links' rate that a copy must reach."""
+"""Fraction of the rate of the NVLinks between two GPUs that a copy between these GPUs must reach."""
 PCIE_BYTES_PER_S = 5e9
 """Lowest accepted rate of a copy without NVLink, between GPUs or between a GPU and the host: a third of PCIe 3.0 x16.
 """

@@ -26,8 +26,8 @@ MIN_OPEN_FILES = 1024
 config."""
 MIN_FREE_DISK_BYTES = 2 << 30
 MIN_FREE_SHARED_BYTES = 1 << 30
-"""Free shared memory that the test requires, in bytes: two published versions of SmolLM2-135M. `stageline check`
-computes the number for a config."""
+"""Free shared memory that the test requires, in bytes. It holds two published versions of SmolLM2-135M. `stageline
+check` computes the number for a config."""
 PIECE_BYTES = 64 << 20
 """Number of bytes that a test writes to measure a rate."""
 MAX_CLOCK_SKEW_S = 5.0
@@ -105,7 +105,8 @@ def clock(settings: DoctorSettings) -> Finding:
 
 
 def processors(settings: DoctorSettings) -> Finding:
-    """Test the rate of a float32 matrix product, with one thread and with all cores that this process may use."""
+    """Test the rate of a float32 matrix product, with one thread and with all cores that this process may use. The rate
+    with all cores must not be far below the rate with one thread (`MIN_SPEEDUP`)."""
     quota = _core_quota()
     cores = max(1, min(len(os.sched_getaffinity(0)), int(quota or 1 << 20)))
     one, many = _product_rate(1), _product_rate(cores)

@@ -1,4 +1,4 @@
-"""The jobs of the doctor's computing tests, and their results. Both are records that are sent to other processes as
+"""The jobs of the doctor's computing tests, and their results. Both are records that processes send to each other as
 JSON.
 
 A job contains everything that its numbers depend on, so equal jobs have equal results. `rank.py` and `generate.py` run
@@ -73,8 +73,9 @@ class RankResult:
     state_bytes: int
     """Measured bytes of parameters, gradients, master weights and optimizer moments."""
     peak_bytes: int
-    """Peak memory during the update, in bytes. On a GPU it is counted by torch. On a CPU it is the state plus the
-    growth of the process between an update with short rows only and an update with long rows too."""
+    """Peak memory during the update, in bytes. On a GPU it is counted by torch. On a CPU it is estimated: the bytes of
+    the models' state, plus the growth of the process's memory from an update with short rows only to an update with
+    long and short rows."""
     published: Published | None
 
 
@@ -124,7 +125,7 @@ class EngineResult:
 
 
 def random_batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Advantages]:
-    """Return rows of random tokens and random advantages. They are the same on every machine."""
+    """Return a rollout of random tokens, and random advantages for it. They are the same on every machine."""
     rng = np.random.default_rng(SEED)
     rows = num_long + num_short
     prompt = np.concatenate(

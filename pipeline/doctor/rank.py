@@ -42,7 +42,8 @@ errors small under Adam."""
 
 
 def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
-    """Run a job as rank `index`. Return the results on rank 0, and None on the other ranks."""
+    """Run a job as rank `index`. Return the results on rank 0, and None on the other ranks. `rendezvous`: URL at which
+    the ranks find each other; `ALONE` if there is only one rank."""
     with open_models(job, index, rendezvous) as host:
         vocabulary = read_spec(job.model).vocab_size
         _step(
@@ -77,7 +78,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
 
 @contextmanager
 def open_models(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
-    """Build the models of one rank of a job. They are closed at the end of the `with` block."""
+    """Build and yield the models of one rank of a job. They are closed at the end of the `with` block."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     host = MegatronHost(
         ModelConfig(path=job.model, dtype=job.dtype, kernels=job.kernels, policy=optimizer, critic=optimizer),

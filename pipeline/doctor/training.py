@@ -28,8 +28,8 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference between a log-prob or a loss and the same number of the reference, in nats. Rounding
 alone causes differences of 1e-5 in float32 and 0.05 in bfloat16."""
 AGREEMENT: dict[Dtype, float] = {"float32": 0.999, "bfloat16": 0.7}
-"""Smallest accepted cosine between two vectors: the changes that the tested update makes to all log-probs, and the
-changes that the update for comparison makes to them (the reference, or for a layout the update by a single rank).
+"""Smallest accepted cosine between the changes that two updates make to all log-probs (`cosine_of_changes`). One update
+is the tested one. The other is the reference or, when a layout is tested, the update by a single rank.
 
 Rounding can change the sign of a small gradient, and Adam makes small gradients as large as others. The measured
 cosines are 1 - 1e-10 in float32 and 0.96 in bfloat16. The cosine is about 0 for unrelated updates."""
@@ -37,8 +37,8 @@ LAYOUT_TOLERANCE = 1e-3
 """Largest accepted difference between a log-prob or a loss of a layout and the same number of a single rank, in nats.
 Small differences occur because ranks add up numbers in another order."""
 STATE_SHARE = 1.05
-"""Largest accepted factor between the measured and the predicted bytes of the state, in either direction. Both count
-the same tensors."""
+"""Largest accepted factor between the measured and the predicted bytes of the state, in either direction. Both numbers
+count the same tensors."""
 PEAK_SHARE, PEAK_BYTES = 0.3, 32 << 20
 """Largest accepted difference between the measured and the predicted peak: this fraction of the prediction, plus this
 number of bytes.
@@ -180,8 +180,8 @@ def max_difference(first: RankResult, second: RankResult) -> float:
 
 
 def cosine_of_changes(first: RankResult, second: RankResult) -> float:
-    """Return the cosine between the changes of the log-probs by two updates: 1 for the same direction. NaN if nothing
-    changed or a number is not finite."""
+    """Return the cosine between two vectors: the changes of all log-probs by the first update and by the second. It is
+    1 for the same direction, and NaN if an update changed no log-prob or a number is not finite."""
     changes = [np.subtract(result.after, result.logprobs) for result in (first, second)]
     with np.errstate(invalid="ignore"):
         return float(np.dot(*changes) / np.sqrt(np.prod([change @ change for change in changes])))
@@ -197,7 +197,8 @@ def device_indices() -> range:
 
 
 def first_gpus_of_pairs() -> list[int]:
-    """Return the first GPU of each pair of neighbouring GPUs. The pairs cover all GPUs."""
+    """Return the first GPU of each pair of neighbouring GPUs. The pairs cover all GPUs; if the number of GPUs is odd,
+    the last two pairs overlap. Without GPUs, return [0]."""
     last = max(len(device_indices()) - 2, 0)
     return sorted({min(first, last) for first in device_indices()[::2]})
 

@@ -1,1 +1,1 @@
-"""The process that drives a run: the run itself, the executor, and the cluster of workers."""
+"""The driver, which is the process that controls a run: its main program, its executor, and its cluster of workers."""

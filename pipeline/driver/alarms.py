@@ -3,8 +3,9 @@
     metrics of a step ──► violated rules ──► steps in a row ──► limit: alarm ─┬─► journal, display, MLflow's tags
     gang or worker without progress ──► seconds ──► limit: alarm ─────────────┴─► listed in `alarms.stop`: run ends
 
-The rules are pure functions, without clock or I/O. A rule that stays violated raises no second alarm. It can raise one
-again after a step at which it was not violated. A step without the rule's metric does not change the count.
+The rules are pure functions, without clock or I/O. A rule that stays violated raises no second alarm. It can raise
+another alarm after a step at which it was not violated. A step without the rule's metric does not change the rule's
+count of steps in a row.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Alarms:
         self._idle_gangs = self._silent_engines = WithoutProgress()
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the rules about a step that is over. Raises AlarmStop."""
+        """Check the rules about steps with the metrics of a finished step. Raises AlarmStop if an alarm is listed in
+        `alarms.stop`."""
         results = check_learning(metrics, self._fixed_length, trains_only_critic=step < self._critic_warmup_steps)
         rules = evaluate_step_rules(step, metrics, self._limits, self._staleness_bound)
         rules += [Rule(one.rule, one.is_violated, one.alarm_steps, one.text) for one in results]
@@ -67,7 +69,7 @@ class Alarms:
 
     def check_time(self, now: float) -> None:
         """Check the rules about time. `now`: seconds of the driver's clock, which stops while the driver is suspended.
-        Raises AlarmStop."""
+        Raises AlarmStop if an alarm is listed in `alarms.stop`."""
         if self._limits.trainer_idle_s is not None:
             idle = [self._trainer_gang] if self._dispatch.is_idle(self._trainer_gang) else []
             self._idle_gangs, overdue = update_without_progress(
@@ -111,7 +113,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about steps, evaluated for one step."""
+    """A rule about steps, with its result for one step."""
 
     name: str
     is_violated: bool
@@ -131,8 +133,8 @@ class WithoutProgress:
 
 
 def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
-    """Evaluate the rules that are switched on and whose metrics this step has, and return them. `staleness`: the run's
-    staleness bound, in versions."""
+    """Return the rules that are switched on and whose metrics this step has, each with its result for the step.
+    `staleness`: the run's staleness bound, in versions."""
     rules = []
     stale = metrics.get("staleness/mean")
     if limits.staleness_steps is not None and stale is not None and staleness > 0:
@@ -166,7 +168,7 @@ def count_violations(
     before: Mapping[str, int], step: int, rules: Collection[Rule]
 ) -> tuple[dict[str, int], list[Alarm]]:
     """Return rule name -> number of steps in a row, up to this step, in which the rule was violated. Also return the
-    alarms of this step."""
+    alarms of this step. `before`: the same mapping up to the previous step."""
     after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.is_violated else 0 for rule in rules}}
     alarms = []
     for rule in rules:
@@ -179,8 +181,9 @@ def count_violations(
 def update_without_progress(
     before: WithoutProgress, now: float, quiet: Collection[str], limit_s: float
 ) -> tuple[WithoutProgress, list[str]]:
-    """Return the state after this check, and the names that must raise an alarm now, because they have made no progress
-    for `limit_s` seconds and are not reported yet. `quiet`: the names that make no progress now."""
+    """Return the state after this check, and the names that must raise an alarm now. These names have made no progress
+    for `limit_s` seconds, and are not reported yet. `before`: the state before this check. `quiet`: the names that make
+    no progress now."""
     since = {name: before.since.get(name, now) for name in quiet}
     overdue = [name for name in sorted(since) if now - since[name] >= limit_s and name not in before.reported]
     return WithoutProgress(since, (before.reported & since.keys()) | set(overdue)), overdue

@@ -86,7 +86,7 @@ class AttachedWorkers(Cluster):
             self._stack = stack.pop_all()
 
     async def _join(self, comm: Any, **message: Any) -> Status:
-        """Serve a worker's connection, as a handler of the scheduler. Returns when the worker is gone."""
+        """Handle a join request that the scheduler receives. Returns when the worker is refused or its connection ends."""
         try:
             await self._registry.serve(comm, message)
         finally:
@@ -97,7 +97,7 @@ class AttachedWorkers(Cluster):
         self._cluster.scheduler.log_event(REFUSALS, refusal)
 
     def _publish(self, config: RunConfig, stack: ExitStack) -> Path:
-        """Write the scheduler file, which is removed when the cluster closes. Return its path."""
+        """Write the scheduler file, and return its path. The file is removed when the cluster closes."""
         self.file.shared.write_text(self.file.nonce)
         path = file_of_driver(config.run_dir, self.file.driver)
         write_scheduler_file(path, self.file)
@@ -106,7 +106,8 @@ class AttachedWorkers(Cluster):
 
 
 def listening_address(interface: str | None, host: str | None) -> str:
-    """Return the address that the scheduler listens on. Raises ConfigError if it is not an address of this host."""
+    """Return the address that the scheduler listens on: the address of `interface`, or else of `host`, or else the
+    address that Dask finds for this host. Raises ConfigError if this host has no such interface or address."""
     if interface is not None:
         address = interface_address(interface)
         if address is None:
@@ -151,9 +152,9 @@ def next_driver_number(run_dir: Path) -> int:
 
 
 def _read_number(count: Path) -> int:
-    """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. Returning 0 is safe:
-    `next_driver_number` also looks at the newest scheduler file, and if two drivers have the same number, only the
-    names of their files are equal."""
+    """Return the number in the file `count`, or 0 if the file is missing or was cut off on a full disk. Returning 0 is
+    safe, because `next_driver_number` also looks at the newest scheduler file. If two drivers still get the same
+    number, only the names of their files are equal."""
     try:
         return int(count.read_text())
     except (FileNotFoundError, ValueError):
@@ -265,7 +266,7 @@ class WorkerRegistry:
             await connection.write({"refused": refused.text})
 
     def _refuse_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
-        """Return the refusal of a worker whose request does not have this version's format."""
+        """Return the refusal of a worker whose request does not have the format of this version of Stageline."""
         gang, index, host = str(message.get("gang")), message.get("index"), message.get("host")
         index, versions = index if isinstance(index, int) else -1, message.get("versions")
         differ = version_problems(versions if isinstance(versions, dict) else {}, local_versions())

@@ -6,18 +6,19 @@
                   ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
                   └─── raised ──► the run ends; after a transient error (store out of reach) the node first runs again
 
-A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt's key also has the
-attempt's name, because Dask returns the old error for a key whose old future is still held anywhere. On an ordered gang
-a node is one task: rank 0 passes the call on to its peers (`pipeline.workers.entry`) and reports when all have done
-their part. A rank that raises reports its error at once, by itself.
+A node's Dask key names its stage, step and shard (`graph_markers.task_key`). The key of a later attempt also has the
+attempt's name. Otherwise Dask would return the error of the earlier attempt, as long as any process still holds its
+future. On an ordered gang a node is one task: rank 0 passes the call on to its peers (`pipeline.workers.entry`) and
+reports when all have done their part. A rank that raises reports its error at once, by itself.
 
-A parent's future becomes a Dask dependency in two cases: the parent is still running (a node of mode FREE,
-`graph.Mode`, is submitted before its parents are done), or its result lies in the process that runs the child. In all
-other cases Dask would fetch the result, and wait for ever for a process that is stopped or does not release its
-interpreter lock. Dask would also compute lost results again with all their ancestors. The run needs no such dependency:
-Dispatch keeps the order, and the output is in the store. In every `MAX_LINEAGE`-th step, results of other steps are not
-passed. Otherwise Dask would hold every task of the run, since it keeps all ancestors of a task that it keeps. If a
-parent raises, Dask raises the same error in a dependent child, before the child begins.
+A parent's future becomes a Dask dependency in two cases. Either the parent is still running, since a node of mode FREE
+(`graph.Mode`) is submitted before its parents are done. Or the parent's result lies in the process that runs the child.
+In all other cases Dask would fetch the result from another process. If that process is stopped or does not release its
+interpreter lock, Dask would wait for ever. Dask would also compute lost results again with all their ancestors. The run
+does not need Dask's dependencies: Dispatch keeps the order, and the output is in the store. In every `MAX_LINEAGE`-th
+step, results of other steps are not passed. Otherwise Dask would hold every task of the run, since it keeps all
+ancestors of a task that it keeps. If a parent raises, Dask raises the same error in a dependent child, before the child
+begins.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class Attempts:
         context.watch_future(future, (submit.gang, index), address)
 
     def _submit_to(self, index: int, submit: Submit, name: str, num_ranks: int) -> Future:
-        """Submit an attempt to one rank or replica."""
+        """Submit an attempt to the rank or replica `index`, and return its future. `name`: name of the attempt.
+        `num_ranks`: number of ranks that run the node together."""
         node = submit.node
         worker = self._supervision.spec((submit.gang, index))
         call = Call(
@@ -264,8 +266,8 @@ class Attempts:
                 self._context.dispatch.release_slot(address)
 
     def check_deadlines(self) -> None:
-        """Submit nodes again whose back-off is over. Handle attempts whose errors are still unclear at `fails_at`, and
-        attempts that are overdue.
+        """Check the three times of every attempt. At `retry_at` the node is submitted again. At `fails_at` the errors
+        of an attempt that are still unclear are handled. An attempt that is past its deadline is handled as overdue.
 
         Raises:
             StageFailed: the stage itself failed, or a worker was lost too often.
@@ -329,7 +331,8 @@ class Attempts:
         self._on_done(node, first)
 
     def _handle_failure(self, attempt: Attempt) -> None:
-        """Run a node again that was lost or raised a transient error. Raise StageFailed for any other error."""
+        """Run the attempt's node again if it was lost or raised a transient error. Raise StageFailed for any other
+        error."""
         address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
             detail = error_text(error)[:500]

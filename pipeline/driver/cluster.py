@@ -90,9 +90,10 @@ def dashboard_link(link: str, address: str) -> str:
 
 
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
-    """Kill processes in any state (stopped, stuck in a collective). Wait until the scheduler has noticed, so that it
-    sends them no work. Their nannies start new ones. Unknown addresses are ignored, since their processes have ended. A
-    process that the scheduler still lists after `_KILL_S` (its host is gone) gets no work any more."""
+    """Kill the worker processes at these addresses, even if they are stopped or stuck in a collective. Their nannies
+    start new processes. Wait until the scheduler has noticed, so that it sends no work to the dead processes. Unknown
+    addresses are ignored, since their processes have ended. If the scheduler still lists a process after `_KILL_S`, for
+    example because its host is gone, the process gets no work any more."""
     client.run_on_scheduler(_kill_and_wait, sorted(addresses))
 
 

@@ -60,7 +60,7 @@ class ExecutorEvents:
         """Called when the successor of a lost worker process is built."""
 
     def on_tick(self, now: float) -> None:
-        """Called about once a second with the executor's time."""
+        """Called about once a second. `now`: seconds of the driver's clock (`Context.now`)."""
 
 
 @dataclass(frozen=True)
@@ -87,5 +87,5 @@ class Context:
         return self.settings.cluster
 
     def gang_of_role(self, role: Role) -> str:
-        """Return the name of the gang that has a role, or an empty string."""
+        """Return the name of the gang that has a role, or an empty string if no gang has it."""
         return next((gang.name for gang in self.gangs.values() if role in gang.roles), "")

@@ -1,4 +1,5 @@
-"""The run's page on Dask's dashboard, and our versions of two of Dask's own pages.
+"""The run's page on Dask's dashboard, and our versions of two of Dask's own pages. A marker is a Dask task that only
+shows the state of a node (`graph_markers.py`).
 
     GET /stageline             the page (observe.graph_page)
     GET /stageline/view        the page's changing part, once a second while a browser shows the page
@@ -126,7 +127,7 @@ class StepLayout(GraphLayout):
     """Owns the positions of markers, and the changes that the page must still draw."""
 
     def update_graph(self, scheduler: Scheduler, *, tasks: Any = None, **more: Any) -> None:
-        """Give new markers a position. Ignore other tasks."""
+        """Give a position to each new marker. Ignore tasks that are not markers."""
         for key in tasks or ():
             stage, task = marker_stage(key), scheduler.tasks.get(key)
             if stage is None or task is None or key in self.x:
@@ -143,7 +144,7 @@ class StepLayout(GraphLayout):
                 self.new_edges.append((parent.key, key))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **more: Any) -> None:
-        """Handle a marker's change of state. Ignore other tasks."""
+        """Handle a marker's change of state. Ignore tasks that are not markers."""
         if key in self.index:
             super().transition(key, start, finish, *args, **more)
 

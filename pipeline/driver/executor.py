@@ -1,4 +1,4 @@
-"""Run the graph on Dask: one loop that submits nodes, waits for them, and submits lost ones again.
+"""Run the graph on Dask: one loop that submits nodes, waits for them, and submits lost nodes again.
 
     driver thread, one loop:
       consumes         notices: a worker's report, a future that ended, a process that ended
@@ -16,7 +16,7 @@
 When a worker dies, its unfinished nodes are lost and run again. The run ends when a node was lost `cluster.attempts`
 times. An exception that a stage raises ends the run, unless it is transient: then the node runs again (`attempts.py`).
 A rank of a gang may raise because a peer died. So the driver waits `PEER_GRACE_S` for news of a peer's death before it
-blames the stage.
+counts the exception as the stage's own.
 
 A worker that is overdue (stopped, hung) is killed if no other worker can do its work. Otherwise it becomes a *suspect*:
 its shards run elsewhere at once. If a node has several attempts, the first one to commit counts. The suspect gets work
@@ -120,7 +120,7 @@ class Executor:
         self._device_sharing = DeviceOrders(context, self._supervision)
 
     def start(self) -> None:
-        """Begin to build every worker. Each gets nodes as soon as it is up."""
+        """Begin to build every worker. Each worker gets nodes as soon as it is built."""
         self._client.subscribe_topic(_PROCESSES, self._on_process)
         self._client.subscribe_topic(REPORTS, self._on_report)
         self._client.subscribe_topic(REFUSALS, self._on_refusal)
@@ -173,7 +173,7 @@ class Executor:
         self._attempts.release(addresses)
 
     def fetch_weights(self, version: int) -> None:
-        """Order the hosts that will read a version of the weights to copy it, before they need it. Does not wait."""
+        """Tell the hosts that will read a version of the weights to copy it now. Does not wait for the copies."""
         self._weights.order_fetch(version)
 
     def order_load(self, version: int) -> None:
@@ -181,7 +181,7 @@ class Executor:
         self._weights.order_load(version)
 
     def release_weights(self, version: int) -> None:
-        """Remove the copies of a version that other hosts have. Does not wait."""
+        """Tell other hosts to remove their copies of a version of the weights. Does not wait."""
         self._weights.order_release(version)
 
     def close(self) -> None:

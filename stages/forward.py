@@ -80,7 +80,8 @@ def canary_logprob(
 
 
 def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, version: int) -> list[Request]:
-    """Return the requests that make an engine score the sampled tokens of these rows with weights `version`."""
+    """Return one request per row of `rollout`. The requests make an engine compute the log-probs of the rows' sampled
+    tokens with weights `version`."""
     requests = []
     for i, (prompt, new) in enumerate(
         zip(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
@@ -95,11 +96,11 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Return True if `version` sampled all compared tokens of these rows. At staleness 0 this is always so.
+    """Return True if weights `version` sampled all tokens of these canary rows. At staleness 0 this is always so.
 
     If True, the stored log-probs are the engine's log-probs for this version. The canary then compares the trainer with
-    the stored log-probs. It asks the engine only if the difference is too large: after a resume, the engine may be
-    another one than the engine that sampled the tokens."""
+    the stored log-probs. The engine is asked only if the difference is too large: after a resume, the engine may not be
+    the engine that sampled the tokens."""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

@@ -29,7 +29,8 @@ def generate(
     seq: int,
     pad_id: int = 0,
 ) -> Rollout:
-    """Sample one response per prompt with version `version` of the weights, which must be resident.
+    """Sample one response per prompt with version `version` of the weights, which must be resident in the engine.
+    Return the rollout, with the rows in the order of the prompts.
 
     Args:
         seq: width of the arrays, at least the longest prompt + max_new_tokens.

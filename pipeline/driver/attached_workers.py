@@ -86,7 +86,7 @@ class AttachedWorkers(Cluster):
             self._stack = stack.pop_all()
 
     async def _join(self, comm: Any, **message: Any) -> Status:
-        """Handle a join request that the scheduler receives. Returns when the worker is refused or its connection ends."""
+        """Handle a join request to the scheduler. Returns when the worker is refused or its connection ends."""
         try:
             await self._registry.serve(comm, message)
         finally:

@@ -258,7 +258,7 @@ class Attempts:
         self.release([address for address, result in self._results.items() if result.worker in unit])
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
-        """Release the slot of each of these nodes that still runs on the worker. Such a node only waits for rows that
+        """Release the slots of the nodes in `addresses` that still run on `worker`. These nodes only wait for rows that
         have moved to other replicas."""
         for address in addresses:
             attempt = self._attempts.get(address)

@@ -97,8 +97,8 @@ class Request:
     """Version of the weights to sample with. An engine that updates in flight may use a newer one."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
-    """The prescribed response, exactly `sampling.max_new_tokens` tokens long. Its tokens are not drawn. The completion
-    contains them, with log-probs computed as for drawn tokens. Empty: all tokens are drawn."""
+    """The prescribed response, exactly `sampling.max_new_tokens` tokens long. No token is drawn. The completion
+    contains the prescribed tokens, with log-probs computed as for drawn tokens. Empty: all tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,8 @@ def check_ability(request: Request, can: Capabilities) -> None:
 
 def check_version(request: Request, resident: int, *, in_flight: bool) -> None:
     """Check that the resident version of the weights can serve a request. Raises RequestError if the request asks for a
-    newer version. Without `in_flight`, also raises it if the request asks for an older version."""
+    newer version. Also raises RequestError if the request asks for an older version, unless the engine updates in
+    flight (`in_flight`)."""
     if request.version > resident or (request.version < resident and not in_flight):
         raise RequestError(
             f"row {request.row} asks for version {request.version} of the weights; version {resident} is resident"
@@ -287,11 +288,11 @@ def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set
 
 
 def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
-    """Check the names and shapes of tensors. Raises WeightsError, naming the first tensor that is unknown, has another
-    shape or is not of floating point. If `complete`, also raises it for a missing tensor.
+    """Check the names and shapes of tensors. Raises WeightsError, naming the tensor, if a tensor is unknown, has
+    another shape or is not of floating point. If `complete`, also raises WeightsError if a tensor is missing.
 
     Does not look for NaN and infinity: packing finds them, so that the numbers are read only once. If the model has
-    tied embeddings, `lm_head.weight` may be given together with the embedding, and must equal it."""
+    tied embeddings, `lm_head.weight` may be given, but only together with an equal embedding."""
     expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
         if name == LM_HEAD and spec.tied_embeddings:

@@ -15,8 +15,8 @@ RowKey = tuple[int, int, int]
 COPY_POSITIONS = 128
 """Maximum number of positions whose keys and values are copied between two passes. A whole number of cache blocks."""
 SMALLEST_SPREAD = 1.5
-"""A line is fitted only if the largest number of rows is at least this many times the smallest one. For numbers closer
-together, the slope would depend mostly on the scatter of the times."""
+"""Smallest ratio of the largest to the smallest number of rows at which `fit_pass_cost` fits a line. At a smaller ratio
+the slope would depend mostly on the scatter of the measured times."""
 
 
 @dataclass(frozen=True)

@@ -1,2 +1,2 @@
-"""Architecture and files of models, and the policy, critic, reference and reward models, which megatron-core runs. Only
-this folder imports megatron-core."""
+"""Models: their architecture, their files, and the policy, critic, reference and reward models that megatron-core runs.
+No other folder imports megatron-core."""

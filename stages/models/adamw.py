@@ -1,17 +1,18 @@
 """AdamW with gradients and moments in bfloat16, and float32 arithmetic.
 
-torch's AdamW has gradients and moments of the dtype of the tensor that it updates, here the float32 master. Megatron's
-own optimizer with smaller gradients and moments (`use_precision_aware_optimizer`) needs Transformer Engine. Here a step
-converts one block of a tensor at a time to float32, so nothing as large as a tensor is allocated:
+In torch's AdamW, gradients and moments have the dtype of the updated tensor. Here this tensor is a master: the
+optimizer's float32 tensor for a parameter. Megatron's own optimizer with smaller gradients and moments
+(`use_precision_aware_optimizer`) needs Transformer Engine. Here a step converts one block of a tensor at a time to
+float32, so nothing as large as a tensor is allocated:
 
     g = factor · gradient                m = β1 m + (1 − β1) g                v = β2 v + (1 − β2) g²
     θ = (1 − lr · decay) θ − lr (m / (1 − β1ᵗ)) / (sqrt(v / (1 − β2ᵗ)) + eps)         (Loshchilov & Hutter 2019)
 
 θ is updated with the unrounded m and v of the block. They are rounded to nearest only when they are stored.
 
-A bfloat16 number has 8 significant bits, so a stored moment stays as it is while its change is below 2⁻⁸ of it. With
-β ≤ 1 − 2⁻⁸ (`MOST_BETA` in `config`) it still decays when gradients vanish. It comes to rest within 2⁻⁸ / (1 − β) of
-its right value: within 8 % for a β of 0.95.
+A bfloat16 number has 8 significant bits, so a stored moment stays the same if a step would change it by less than 2⁻⁸
+of its value. With β ≤ 1 − 2⁻⁸ (`MOST_BETA` in `config`) a moment still decays when gradients vanish. The relative error
+at which a moment comes to rest is at most 2⁻⁸ / (1 − β): 8 % for a β of 0.95.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ GGUF_PARTS = {
     "ffn_up": UP_PROJ,
     "ffn_down": DOWN_PROJ,
 }
-"""GGUF's name of a tensor within its block -> Hugging Face's part of a layer."""
+"""GGUF's name of a tensor within its block -> Hugging Face's name of the tensor within its layer."""
 GGUF_NAMES = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM}
 """GGUF's name of a tensor outside the blocks -> Hugging Face's name."""
 
@@ -200,7 +200,8 @@ def _write_rows(path: Path, lines: Iterable[str]) -> None:
 
 @functools.cache
 def _vader_data() -> bytes:
-    """Return the data archive inside the source distribution, which is downloaded once."""
+    """Return the archive VADER_DATA from the source distribution of vaderSentiment. The distribution is downloaded only
+    once."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         done = subprocess.run([*command, "--dest", scratch, VADER_REQUIREMENT], check=False, text=True,
@@ -212,7 +213,8 @@ def _vader_data() -> bytes:
 
 
 def _member(archive: bytes, name: str) -> bytes:
-    """Return the content of the file called `name`, in any folder, of a .tar.gz."""
+    """Return the content of a file in a .tar.gz. `name`: name of the file; its folder does not matter. Raises
+    AssetError if there is no such file."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         for info in tar.getmembers():
             content = tar.extractfile(info) if Path(info.name).name == name else None
@@ -222,8 +224,8 @@ def _member(archive: bytes, name: str) -> bytes:
 
 
 def _make(target: Path, write: Callable[[Path], None], *, directory: bool) -> bool:
-    """Let `write` fill a temporary sibling of `target` and rename it, so that an existing target is complete. Return
-    False and do nothing if the target exists."""
+    """Make `target`, and return True. Return False and do nothing if it exists. `write` fills a temporary sibling of
+    the target, which is then renamed. So a target that exists is complete."""
     if target.exists():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)

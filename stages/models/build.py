@@ -61,7 +61,7 @@ class Blueprint:
         return DTYPES[self.model.dtype]
 
     def num_blocks(self, role: Role) -> int:
-        """Return the number of a role's blocks above the frozen ones."""
+        """Return the number of a role's blocks without the frozen blocks."""
         return self.model.own_blocks(self.spec.num_layers, is_critic=role is Role.CRITIC)
 
 
@@ -106,7 +106,7 @@ def build_role(
 
 
 def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor]) -> None:
-    """Put the trained weights of version 0 back into a model that `build_role` returned."""
+    """Set the trained parameters of a model from `build_role` to their values of version 0 again."""
     named = hf_conversion.named_by_block(model, blueprint.model.frozen_blocks)
     load_weights(blueprint, weights, (entry for entry in named if entry[2].requires_grad))
 

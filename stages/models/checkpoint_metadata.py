@@ -78,7 +78,8 @@ def read_common(directory: Path) -> dict[str, Any]:
 
 
 def pickle_fault(directory: Path) -> str | None:
-    """Return what is wrong with the pickles of a checkpoint, or None. A missing file is not an error here."""
+    """Return a description of what is wrong with the two pickles of a checkpoint, or None if nothing is wrong. A
+    missing file is not an error here."""
     try:
         if (directory / COMMON).exists():
             read_common(directory)
@@ -107,8 +108,9 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that creates records only. It creates a new class for each name it finds, so that a pickle can
-    change nothing outside itself."""
+    """An unpickler that creates only records and torch's dtypes. It raises UnpicklingError for a name that is not in
+    `_CLASSES`. For each allowed name it creates a new class of records, so that a pickle can change nothing outside
+    itself."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

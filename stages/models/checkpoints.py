@@ -6,7 +6,7 @@
 
 Megatron's own asynchronous save forks processes, which a worker with CUDA and threads must not do.
 
-The second part of the file maps each trained tensor of a rank to its position in the whole model, as Megatron's
+The second part of this module maps each trained tensor of a rank to its position in the whole model, as Megatron's
 ShardedTensors:
 
     weights.blocks.3.self_attention.linear_qkv.weight       the weights that the layers multiply with
@@ -170,9 +170,9 @@ def read_common(directory: Path, architecture: Mapping[str, Any]) -> dict[str, A
 def read_state(state: Sequence[ShardedTensor], directory: Path) -> None:
     """Read a checkpoint into the tensors that `state` views. A collective call.
 
-    Raises StateError on every rank, before any change, if the metadata cannot be read, or if a tensor is missing in the
-    checkpoint or has another shape or dtype. Also raises StateError if a shard cannot be read or is not the tensor that
-    the metadata describes; some tensors may then have changed.
+    Raises StateError on every rank, before any change, if the metadata cannot be read. Likewise if a tensor is missing
+    in the checkpoint, or has another shape or dtype there. Also raises StateError if a shard cannot be read or does not
+    match its metadata; some tensors may then have changed.
     """
     faults = []
     try:
@@ -238,7 +238,8 @@ class Piece:
 
 
 def masters_of(optimizer: MegatronOptimizer) -> Iterator[Master]:
-    """Yield the tensors that one Megatron optimizer (not a chain) updates on this rank."""
+    """Yield the tensors that a Megatron optimizer updates on this rank. `optimizer`: a single optimizer, not a chain of
+    them."""
     if isinstance(optimizer, DistributedOptimizer):
         models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
         shards = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
@@ -257,8 +258,8 @@ def masters_of(optimizer: MegatronOptimizer) -> Iterator[Master]:
 
 def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blueprint) -> list[ShardedTensor]:
     """Return views of this rank's checkpoint tensors: weights, masters, and moments if the optimizer has any. If
-    several ranks hold the same tensor, one of them is marked to write it. The ranks take turns from tensor to tensor,
-    so that each writes a share."""
+    several ranks hold the same tensor, one of these ranks is marked as the writer of the tensor. The ranks take turns
+    from tensor to tensor, so that each rank writes a share."""
     rank = blueprint.parallel_rank
     named = {p: (i, name, block) for i, (name, block, p) in enumerate(_trained_parameters(model, blueprint))}
     shards: list[ShardedTensor] = []
@@ -332,7 +333,7 @@ def _unpadded(name: str, spec: ModelSpec) -> int:
 
 def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first row, first column, number of rows, number of columns) of the rectangles that make up the elements
-    [start, end) of a matrix, counted in C order. The rectangles are in the same order."""
+    [start, end) of a matrix, counted in C order. The rectangles come in the order of their elements."""
     row, column = divmod(start, columns)
     if column and start < end:
         until = min(end, (row + 1) * columns)
@@ -347,7 +348,8 @@ def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, i
 
 
 def _trained_parameters(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Parameter]]:
-    """Yield the trained parameters. The last stage's copy of a tied embedding gets the embedding's name."""
+    """Yield (name, block, parameter) for each trained parameter. The last stage's copy of a tied embedding gets the
+    embedding's name."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if not parameter.requires_grad:
             continue

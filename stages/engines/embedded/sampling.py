@@ -7,7 +7,8 @@ token id then goes through two multiply-xorshift rounds (with the constants of E
 in one half of the key.
 
 All operations up to the uniform variate work on integers, or round their result once. So the variate has the same bits
-on every device. The two logarithms are the device's own. They may differ in the last bit.
+on every device. The two logarithms after that are computed by the device's own functions. They may differ in the last
+bit between devices.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ def noise_keys(
 def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) -> Float32[torch.Tensor, "keys vocab"]:
     """Return standard Gumbel noise, -log(-log u), for every pair of a key and a token.
 
-    1 - u is (k + 1/2) 2^-31 for an integer k, rounded to float32. The noise therefore lies within (-2.9, 22.2). Its
-    upper tail, which decides the arg max, has the finest resolution."""
+    u is uniform between 0 and 1: 1 - u is (k + 1/2) 2^-31 for a random integer k, rounded to float32. The noise
+    therefore lies within (-2.9, 22.2). Its upper tail, which decides the arg max, has the finest resolution."""
     return gumbel_of(keys, token_words(vocab, device))
 
 
 def gumbel_of(
     keys: UInt64[np.ndarray, " keys"], token_words: Int32[torch.Tensor, "1 tokens"]
 ) -> Float32[torch.Tensor, "keys tokens"]:
-    """Return the noise of `gumbel` for some tokens only, given their columns of `token_words(vocab)`."""
+    """Return the noise of `gumbel` for some tokens only. `token_words`: the columns of these tokens in the result of
+    the function `token_words`."""
     device, num_tokens = token_words.device, token_words.shape[1]
     words = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(device)
     out = torch.empty(len(keys), num_tokens, dtype=torch.float32, device=device)
@@ -80,7 +82,8 @@ def _gumbel_block(
     token_words: Int32[torch.Tensor, "1 tokens"],
     out: Float32[torch.Tensor, "keys tokens"],
 ) -> None:
-    """Fill `out` with noise. Every operation works in place, since a new tensor would double the memory traffic."""
+    """Fill `out` with noise. `words`: the two halves of each key. Every operation works in place, since a new tensor
+    would double the memory traffic."""
     x = torch.bitwise_xor(token_words, words[:, :1])
     shifted = torch.empty_like(x)
     x.mul_(_ROUND_1)
@@ -176,8 +179,8 @@ def sample_part(
     """Return the contribution of one part of the vocabulary to the draw, for `join_parts`. Overwrites `logits`, which
     are first divided by the temperature.
 
-    The five numbers per row are the best token of the part, its logit plus noise, its logit, the largest logit, and the
-    sum of e^(logit - largest).
+    The five numbers per row are the part's best token (largest logit plus noise), the best token's logit plus noise,
+    the best token's logit, the part's largest logit, and the part's sum of e^(logit - largest logit).
 
     Args:
         logits: logits of the tokens first, first + 1, ... of the vocabulary.
@@ -201,8 +204,8 @@ def join_parts(
     parts: Float64[torch.Tensor, "parts rows 5"],
 ) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
     """Return the token drawn from the whole vocabulary and its log-prob, for each row. `parts`: results of
-    `sample_part` for all parts. The token is the best of the parts' best tokens. The normaliser is the sum over all
-    parts."""
+    `sample_part` for all parts. The token is the one of the parts' best tokens that has the largest logit plus noise.
+    The log-prob's normaliser is the sum over all parts."""
     tokens, noisy, logits, largest, sums = parts.unbind(-1)
     best = noisy.argmax(0)[None]
     top = largest.amax(0)

@@ -1,13 +1,14 @@
-"""The scheduler chooses the rows of the next batch, and how many tokens of each row it feeds. It uses no tensors, clock
-or threads.
+"""The scheduler chooses the rows of the next batch, and how many tokens of each row are fed, i.e. run through the
+model. It uses no tensors, clock or threads.
 
     waiting ──admit──► running ──retire──► (finished)
        ▲                 │
        └────preempt──────┘   when blocks run out: the youngest row, which is then admitted first and fed again
 
-Every running row that decodes feeds its last token in every batch, together with accepted guesses whose keys are not in
-place (see `rows`). Prompts and preempted rows are fed oldest first. A batch feeds at most `BATCH_PROMPT_TOKENS` of
-their tokens, so a long prompt is fed in pieces and does not delay the rows that decode.
+Every batch feeds the last token of every running row that decodes. It also feeds accepted guesses of the row again if
+their keys are not in the cache yet (`Row.num_to_refeed`). Prompts and preempted rows are fed oldest first. A batch
+feeds at most `BATCH_PROMPT_TOKENS` of their tokens, so a long prompt is fed in pieces and does not delay the rows that
+decode.
 
 If `depth` > 1 (pipeline stages on several ranks), several batches are under way at the same time. A row is in at most
 one of them. Each batch takes at most an equal share of the rows, so `depth` batches together have room for all rows. A
@@ -32,21 +33,22 @@ memory of activations."""
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One row's part of a batch. It consists of `count` tokens of the row from position `start` on, and then guesses of
-    the tokens that follow them."""
+    """One row's part of a batch. It consists of `count` tokens of the row from position `start` on, and then of
+    `drafts`, the guesses of the following tokens."""
 
     row: Row
     start: int
     count: int
     samples: bool
-    """True if the chunk ends with the row's last token, so that the next token can be sampled."""
+    """True if the chunk contains the row's last token, so that the next token can be sampled."""
     drafts: DraftTree = NO_GUESSES
     decodes: bool = True
-    """True if the chunk's own tokens are only the row's last token and the `Row.num_to_refeed` tokens before it."""
+    """True if the chunk, apart from its guesses, has only the row's last token and the `Row.num_to_refeed` tokens
+    before it."""
 
     @property
     def stop(self) -> int:
-        """Position after the chunk's own tokens."""
+        """Position after the chunk's last token, not counting the guesses."""
         return self.start + self.count
 
     @property
@@ -71,14 +73,15 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_shared_tokens = 0
         """Number of prompt positions that were not fed because their keys were in the cache already. The engine resets
-        it."""
+        this number."""
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
     def next_rows(self) -> list[Row]:
-        """Return the running rows that the next batch feeds, oldest first."""
+        """Return the running rows for the next batch, oldest first. If `depth` > 1, rows that are in a batch under way
+        are left out, and the number of rows is at most `_max_batch_rows`."""
         if self._depth == 1:
             return list(self.running)
         return [row for row in self.running if row not in self._rows_under_way][: self._max_batch_rows]
@@ -175,8 +178,9 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """Return a row's chunk, or None if the row is not in this batch. That is the case if no budget is left, if the
-        row was preempted, or if it waits for blocks."""
+        """Return a row's chunk, or None if the row is not in this batch. A row is left out if no budget is left for it,
+        if it was preempted, or if it waits for blocks. `budget`: number of tokens of prompts and preempted rows that
+        the batch can still take. `drafts`: guesses for the row."""
         if not row.blocks:
             # the prompt's last token is not matched: it must be fed, so that the next token can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])

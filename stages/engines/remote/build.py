@@ -71,8 +71,8 @@ def build_tensorrt_llm(
 def _stated(
     stated: Callable[[EngineConfig, Device], Capabilities], *, sleeps: bool
 ) -> Callable[[EngineConfig, Device], Capabilities]:
-    """Return `stated` if the engine is built so that it can sleep. Otherwise return a function that states the same
-    capabilities, but no sleep."""
+    """Return `stated`, a function that returns an engine's capabilities. If the engine is built without sleep (not
+    `sleeps`), return a function with the same results except that `Capabilities.sleeps` is "nothing"."""
     return stated if sleeps else lambda config, device: dataclasses.replace(stated(config, device), sleeps="nothing")
 
 

@@ -7,9 +7,9 @@ are in no file, the client writes one. New weights are loaded when no row is in 
 the engine (inflight).
 
 A server is lost for good if it ends, fails, sends nothing for `message_timeout_s`, or breaks the protocol. Then all
-waiting callers get EngineLost, and `on_lost` is called. A server whose loop hangs, but whose process still sends a beat
-every second, is not noticed here. It is ended by the deadline of the node that waits for its rows
-(`cluster.deadline_s`).
+waiting callers get EngineLost, and `on_lost` is called. The client does not notice if the server's loop hangs while its
+process still sends a beat every second. In this case the node that waits for the rows passes its deadline
+(`cluster.deadline_s`), and the server is ended.
 
 The functions at the end check a server's messages against the protocol (`wire`).
 """
@@ -98,13 +98,13 @@ class RemoteEngine:
         self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
         self._ids = itertools.count()
         self._given = 0
-        """Upper bound: every row that was sent to the server has a smaller id."""
+        """Upper bound of ids: every row that was sent to the server has a smaller id."""
         self._calls: dict[int, _Call] = {}
         """Id of each row in flight -> its call."""
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
         self._changed = threading.Condition()
         """Lock for the rows, the weights and the state of the engine, notified when they change. It is not held while
-        waiting for the server."""
+        waiting for an answer of the server."""
         self._loading = self._asleep = self._closing = False
         self._failure: EngineLost | None = None
         self._load_lock = threading.Lock()
@@ -125,7 +125,7 @@ class RemoteEngine:
 
         Raises:
             RequestError: a request cannot be served, for example because it asks for a newer version than the resident
-                one. Without `in_flight`, requests for older versions are refused too.
+                one. Requests for older versions are refused too, unless `RemoteSettings.in_flight` is set.
             RuntimeError: the engine is asleep.
             EngineLost: the engine has stopped. The iterator raises this too, if the engine stops later.
             FloatingPointError: raised by the iterator, if the logits of a row are not finite. The message names the

@@ -95,8 +95,8 @@ LAST_LINES = 15
 _END_S = 10.0
 """Maximum time to wait for the end of a process that has closed its connection."""
 SCRATCH = "stageline-engine-"
-"""Beginning of the name of a server's folder in the temporary folder. The id of the process that started the server
-follows it."""
+"""Beginning of the name of a server's folder in the temporary folder. The name goes on with the id of the process that
+started the server."""
 _SERVER = "stages.engines.remote.serving.server"
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 

@@ -44,8 +44,8 @@ class ModelFiles:
         `tensors` replaces the tensor of the same name in the model's files.
 
         Raises WeightsError, naming the tensor, if the model has no such tensor, its shape differs, or a number is not
-        finite. Also raises WeightsError if `tensors` lacks a tensor that the last call replaced, since the values that
-        this tensor has now may be in no file any more."""
+        finite. Also raises WeightsError if `tensors` lacks a tensor that the last call replaced: its present values may
+        be in no file any more."""
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):
             check_finite(tensors)

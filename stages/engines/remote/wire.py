@@ -65,8 +65,8 @@ class Channel:
             self._connection.sendall(message)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the next message, or None if the other side has closed. Raises TimeoutError if no byte arrives for
-        `timeout_s` seconds, and ProtocolError for bytes that are not a message."""
+        """Return the next message, or None if the other side has closed the connection. Raises TimeoutError if no byte
+        arrives for `timeout_s` seconds, and ProtocolError for bytes that are not a message."""
         self._limit(timeout_s)
         head = self._exactly(_LENGTH.size)
         if head is None:
@@ -99,7 +99,8 @@ class Channel:
             self._timeout_s = timeout_s
 
     def _exactly(self, size: int) -> bytes | None:
-        """Return exactly `size` bytes, or None at the end of the stream."""
+        """Return exactly `size` bytes, or None at the end of the stream. Raises TimeoutError if no byte arrives within
+        the time limit that `_limit` has set."""
         parts = bytearray()
         while len(parts) < size:
             try:

@@ -37,7 +37,8 @@ def draw(
     logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int], choose: Choose = sample
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token for each row, and return tokens [rows] and log-probs [rows]. `logits` [rows, vocab] are float32 and
-    are overwritten. `made`: number of tokens that each row's response already has."""
+    are overwritten. A row with prescribed tokens gets its next prescribed token. `made`: number of tokens that each
+    row's response already has. `choose`: function that draws."""
     pairs = list(zip(rows, made, strict=True))
     ban(logits, [row.suppress + (row.stop if n < row.min_new_tokens else ()) for row, n in pairs])
     temperatures = [row.temperature for row in rows]

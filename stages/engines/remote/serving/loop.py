@@ -15,8 +15,8 @@ from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Sett
 from stages.engines.remote.wire import PROTOCOL, Channel, ProtocolError, pack_array
 
 Messages = queue.SimpleQueue[dict[str, Any] | Exception | None]
-"""Queue of messages from the reader thread. The last item is None if the other side has closed. Otherwise it is the
-exception that ended the reading."""
+"""Queue of messages from the reader thread. The last item is None if the client has closed the connection. Otherwise it
+is the exception that ended the reading."""
 
 
 @dataclass
@@ -47,7 +47,8 @@ class Server:
         self._counters = _Counters()
 
     def run(self, messages: Messages) -> None:
-        """Serve until the other side closes. Raises ProtocolError for a message that is not allowed here."""
+        """Serve until the client closes the connection or sends `close`. Raises ProtocolError for a message that is not
+        allowed here."""
         while True:
             waiting = not self._rows
             while waiting or not messages.empty():
@@ -146,7 +147,8 @@ class Server:
 
 
 def serve(channel: Channel, hello: Mapping[str, Any], messages: Messages) -> None:
-    """Build the engine that `hello` names, and serve until the other side closes."""
+    """Build the engine that the client's message `hello` names, and serve until the client closes the connection.
+    `messages`: the messages after `hello`."""
     adapter = _build(hello)
     try:
         ready = adapter.ready
@@ -164,7 +166,8 @@ def serve(channel: Channel, hello: Mapping[str, Any], messages: Messages) -> Non
 
 
 def _build(hello: Mapping[str, Any]) -> EngineAdapter:
-    """Build the adapter that the client names as `module:Class`, with the client's settings."""
+    """Build the adapter that the client names as `module:Class`, with the client's settings. Raises RuntimeError if the
+    client speaks another version of the protocol."""
     if hello["protocol"] != PROTOCOL:
         raise RuntimeError(f"this server speaks protocol {PROTOCOL}, the client {hello['protocol']}")
     module, _, name = hello["adapter"].partition(":")

@@ -3,9 +3,9 @@
     beat thread   ──once a second, from the start───────────────────────────────────────► socket
     reader thread ──messages──► loop.py: rows in, a token for each, finished rows out ──► socket
 
-`process.py` starts it as `python -m stages.engines.remote.serving.server FD`. FD is its end of a socket pair, so nobody
-else can connect. The server ends when the other end closes. If it is stuck, `guard.py` ends it. Its output goes to its
-log.
+`process.py` starts the server as `python -m stages.engines.remote.serving.server FD`. FD is the server's end of a
+socket pair, so nobody else can connect. The server ends when the client closes the other end. If the server is stuck,
+`guard.py` ends it. The server's output goes to a log file.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _read(channel: Channel, messages: queue.SimpleQueue[dict[str, Any] | Excepti
 
 
 def main(descriptor: int) -> int:
-    """Serve until the other end closes. Return the exit status, which is 1 if the engine could not start or has
-    failed."""
+    """Serve until the client closes its end of the socket pair. `descriptor`: the server's end. Return the exit status,
+    which is 1 if the engine could not start or has failed."""
     for of_terminal in (
         signal.SIGINT,
         signal.SIGHUP,

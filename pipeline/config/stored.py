@@ -98,9 +98,9 @@ class RunStorage:
 
     @contextmanager
     def downloaded(self) -> Iterator[RunStorage]:
-        """Yield a copy of this storage that downloads checkpoints and exports into a temporary directory, which is
-        removed after the block. A checkpoint or export is downloaded only when it is read. Without an object store,
-        yield this storage."""
+        """Yield a copy of this storage with a temporary directory. A checkpoint or export is downloaded into this
+        directory when it is read. The directory is removed after the `with` block. Without an object store, yield this
+        storage."""
         if self.url is None:
             yield self
             return

@@ -27,11 +27,11 @@ from stages.models.spec import is_random, read_config, read_spec
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest accepted difference between a token's log-prob and the reference's log-prob of this token, in nats. Rounding
-alone causes differences of 1e-6 in float32 and 0.06 in bfloat16."""
+"""Largest accepted difference between the log-probs of the same token in two compared results (`row_problem`), in nats.
+Rounding alone causes differences of 1e-6 in float32 and 0.06 in bfloat16."""
 MIN_EQUAL_FRACTION: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
 """Smallest accepted fraction of equal tokens. The tokens of a row count as equal up to the first token that differs
-from the reference's row.
+from the row that is compared with it.
 
 Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
 fraction is about 0 for unrelated draws."""

@@ -149,7 +149,8 @@ def network(settings: DoctorSettings) -> Finding:
 
 
 def _write_rate(folder: Path, *, sync: bool) -> float:
-    """Write a file of PIECE_BYTES and return the rate in bytes per second."""
+    """Write a file of PIECE_BYTES and return the rate in bytes per second. `sync`: True if the rate includes the time
+    to sync the file to the disk."""
     data = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         began = time.perf_counter()

@@ -91,7 +91,8 @@ class DoctorResult:
     title: str
     status: Status
     text: str
-    """The measurement, the missing part, or the cause of the fault, depending on the status."""
+    """The measurement, the missing part, or the cause of the fault, depending on the status. Empty if the test was not
+    reached."""
     advice: str = ""
     seconds: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)

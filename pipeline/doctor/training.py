@@ -53,8 +53,8 @@ ADVICE = (
 )
 
 Gang = tuple[RankJob, ...]
-"""Jobs that the same ranks compute one after the other, so that libraries are loaded only once. All have the same
-number of ranks."""
+"""Jobs that the same ranks compute one after the other, so that libraries are loaded only once. All these jobs have the
+same number of ranks."""
 
 
 def float32(settings: DoctorSettings) -> Finding:

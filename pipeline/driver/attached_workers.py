@@ -57,7 +57,7 @@ from storage.errors import StoreError
 from storage.host import family_of, private_directory
 
 _COUNT = "attempts"
-"""Name of the file in the run's `attached` directory that holds the number of the newest driver."""
+"""Name of the file that holds the number of the newest driver. The file is in the run's directory `attached`."""
 _CLOCK_SKEW_S = 5.0
 """Maximum number of seconds by which a host's clock may differ from the driver's."""
 
@@ -66,7 +66,7 @@ class AttachedWorkers(Cluster):
     """A cluster whose workers join from other hosts. Owns the run's scheduler file."""
 
     def __init__(self, config: RunConfig, board_bytes: int) -> None:
-        """`board_bytes`: bytes of all versions of the weights that can be published on a host at the same time.
+        """`board_bytes`: bytes that published weights can take on a host, in all versions that exist at the same time.
 
         Raises:
             ConfigError: the interface or address is not this host's, or the port is taken.
@@ -212,8 +212,8 @@ class WorkerRegistry:
     def __init__(
         self, config: RunConfig, file: SchedulerFile, board_bytes: int, report: Callable[[dict[str, Any]], None]
     ) -> None:
-        """`board_bytes`: bytes of all versions of the weights that can be published on a host at the same time.
-        `report`: called with each refusal."""
+        """`board_bytes`: bytes that published weights can take on a host, in all versions that exist at the same time.
+        `report`: called with each refusal, a JoinRefused as a dict."""
         self._config = config
         self._file = file
         self._board_bytes = board_bytes

@@ -119,8 +119,9 @@ def parent_futures(
 
 
 def failed_with_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
-    """Return True if this attempt was submitted early, and the present attempt at one of its node's parents raised.
-    Then Dask gave this attempt the parent's error. Its node never began, and runs again together with the parent."""
+    """Return True if `attempt` was submitted early, and the latest attempt at one of the node's parents raised an
+    error. Dask then gave `attempt` the error of the parent. The node itself never began, and runs again together with
+    the parent."""
     parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.is_submitted_early else ()
     return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
@@ -355,9 +356,9 @@ class Attempts:
             self._reset_nodes(self._context.dispatch.reset_lost([address]))
 
     def _handle_stage_error(self, attempt: Attempt) -> None:
-        """Try again after a transient error of a stage. On a replica or a single rank this happens after a back-off.
-        With several ranks the gang is first built again, since its other ranks may be in a collective. Raise
-        StageFailed for any other error, for a spent budget, and after `cluster.attempts` attempts."""
+        """Run a node again after a transient error of its stage. On a replica or a single rank, the node runs again
+        after a back-off. With several ranks the gang is first built again, since its other ranks may be in a
+        collective. Raise StageFailed for any other error, for a spent budget, and after `cluster.attempts` attempts."""
         node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
         spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
         if spent is not None:

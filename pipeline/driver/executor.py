@@ -177,7 +177,7 @@ class Executor:
         self._weights.order_fetch(version)
 
     def order_load(self, version: int) -> None:
-        """Make replicas load a version now, for the rows that they have in flight. Does not wait."""
+        """Tell replicas to load a version of the weights now, for the rows that they have in flight. Does not wait."""
         self._weights.order_load(version)
 
     def release_weights(self, version: int) -> None:

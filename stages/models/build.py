@@ -124,8 +124,8 @@ def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
 def load_weights(
     blueprint: Blueprint, weights: Mapping[str, Tensor], named: Iterable[tuple[str, int | None, Parameter]]
 ) -> None:
-    """Fill this rank's parameters with its parts of whole Hugging Face tensors. `named`: the parameters, as
-    `hf_conversion.named_by_block` yields them.
+    """Fill this rank's parameters with the rank's parts of the whole Hugging Face tensors in `weights`. `named`: the
+    parameters, as `hf_conversion.named_by_block` yields them.
 
     A critic's head gets the reward model's head if `weights` has one, and zeros otherwise. Adapters get their initial
     values. Raises ValueError, naming the tensor, if a shape differs.

@@ -30,8 +30,8 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest accepted difference between the log-probs of the same token in two compared results (`row_problem`), in nats.
 Rounding alone causes differences of 1e-6 in float32 and 0.06 in bfloat16."""
 MIN_EQUAL_FRACTION: dict[Dtype, float] = {"float32": 1.0, "bfloat16": 0.5}
-"""Smallest accepted fraction of equal tokens. The tokens of a row count as equal up to the first token that differs
-from the row that is compared with it.
+"""Smallest accepted fraction of equal tokens. Two compared rows count as equal up to the first token in which they
+differ.
 
 Rounding to 16 bits sometimes changes a token, and the rest of the row then differs (measured fraction: 0.8). The
 fraction is about 0 for unrelated draws."""
@@ -107,10 +107,9 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
     """Raise Fault if an engine kept its old weights after a refit.
 
-    If the engine's draws are keyed, three pairs of results are compared too. Its first rows are compared with the
-    reference's rows, and with its own rows that were generated one at a time. They are also compared with the rows that
-    it generates after other weights and then the first weights were loaded. Raise Fault if a pair differs by more than
-    rounding. `facts`: measurements that a Fault reports."""
+    If the engine's draws are keyed, its first rows are compared with three other results: the reference's rows, rows
+    that the engine generated one at a time, and rows that it generated after other weights and then the first weights
+    were loaded. Raise Fault if rows differ by more than rounding. `facts`: measurements that a Fault reports."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)

@@ -43,7 +43,7 @@ We expect an all-reduce of NUM_BYTES to reach more than half of the rate over go
 or over TCP in place of InfiniBand, we expect a tenth or less. We have not measured these fractions."""
 PROGRAM = ("-m", "pipeline.doctor.exchange")
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-"""Environment variables with which NCCL prints the network that it uses. The report contains this output."""
+"""Environment variables that make NCCL print its network. The report contains this output."""
 ADVICE = "look for a node that stopped at an earlier test, then at firewalls: these hosts must reach one another"
 
 Place = Literal["here", "nodes"]
@@ -189,7 +189,7 @@ def reachable_address(on_one_host: bool) -> str:
     - If all ranks are on one host, the address is 127.0.0.1.
     - Otherwise it is the address to which the host's name resolves.
     - If the name resolves to a loopback address, as in Debian's /etc/hosts, it is the address of the interface that has
-      the default route. Without such a route it is the loopback address."""
+      the default route. If the host has no default route, it is the loopback address."""
     if on_one_host:
         return "127.0.0.1"
     named = socket.gethostbyname(socket.gethostname())

@@ -90,8 +90,9 @@ def _build_engine(job: EngineJob, config: EngineConfig, device: torch.device | N
 
 
 def _random_requests(vocabulary: int, longest: int) -> Iterator[Request]:
-    """Yield requests with random prompts of different lengths. They are the same on every machine. `vocabulary`: number
-    of tokens that the model knows. `longest`: maximum length of a prompt and its response together, in tokens."""
+    """Yield requests with random prompts of different lengths. The requests are the same on every machine.
+    `vocabulary`: number of tokens that the model knows. `longest`: maximum length of a prompt and its response
+    together, in tokens."""
     rng = np.random.default_rng(0)
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     for row, length in enumerate(PROMPTS):

@@ -66,7 +66,7 @@ class Gpu:
     used_bytes: int
     uncorrected_errors: int
     """Number of memory errors, since the driver was loaded, that could not be corrected. It is 0 if the GPU does not
-    count them."""
+    count memory errors."""
 
 
 def driver(settings: DoctorSettings) -> Finding:

@@ -26,8 +26,8 @@ MIN_OPEN_FILES = 1024
 config."""
 MIN_FREE_DISK_BYTES = 2 << 30
 MIN_FREE_SHARED_BYTES = 1 << 30
-"""Free shared memory that the test requires, in bytes. It holds two published versions of SmolLM2-135M. `stageline
-check` computes the number for a config."""
+"""Free shared memory that the test requires, in bytes. It is enough for two published versions of SmolLM2-135M.
+`stageline check` computes the number for a config."""
 PIECE_BYTES = 64 << 20
 """Number of bytes that a test writes to measure a rate."""
 MAX_CLOCK_SKEW_S = 5.0

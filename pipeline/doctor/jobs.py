@@ -125,7 +125,7 @@ class EngineResult:
 
 
 def random_batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Advantages]:
-    """Return a rollout of random tokens, and random advantages for it. They are the same on every machine."""
+    """Return a rollout of random tokens, and random advantages for it. Both are the same on every machine."""
     rng = np.random.default_rng(SEED)
     rows = num_long + num_short
     prompt = np.concatenate(

@@ -26,7 +26,7 @@ MAX_OUTPUT_CHARS = 4000
 _FRAME = re.compile(r'\s*File ".*", line \d+')
 """Pattern of a line of a traceback. The last such line shows which library is broken."""
 _STACK_DUMP_S = 5.0
-"""Seconds in which a program that hangs can print the stacks of its threads."""
+"""Seconds for a hanging program to print the stacks of its threads."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def run(job: RankJob, index: int, rendezvous: str) -> RankResult | None:
 
 @contextmanager
 def open_models(job: RankJob, index: int, rendezvous: str) -> Iterator[MegatronHost]:
-    """Build and yield the models of one rank of a job. They are closed at the end of the `with` block."""
+    """Build and yield the models of one rank of a job. The models are closed at the end of the `with` block."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE)
     host = MegatronHost(
         ModelConfig(path=job.model, dtype=job.dtype, kernels=job.kernels, policy=optimizer, critic=optimizer),
@@ -103,8 +103,8 @@ def _reload_start_weights(host: MegatronHost) -> None:
 
 
 def _step(host: MegatronHost, rollout: Rollout, advantages: Advantages) -> tuple[np.ndarray, str, dict[str, float]]:
-    """Run the forward passes and the updates of one step. Return the log-probs before the updates, the policy's digest
-    after them, and the losses."""
+    """Run the forward passes and the updates of one step. Return the policy's log-probs before the updates, the
+    policy's digest after the updates, and the losses."""
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
     policy, reference, values = _broadcast_from_rank_0(policy, reference, values)
     rollout = replace(rollout, sampler_logprobs=policy.policy_logprobs)

@@ -1,11 +1,12 @@
-"""Alarms of a run: rules find them, `Alarms` reports them to the journal, the display and MLflow, and may end the run.
+"""Alarms of a run. Rules find an alarm. `Alarms` reports it to the journal, the display and MLflow, and may end the
+run.
 
     metrics of a step ──► violated rules ──► steps in a row ──► limit: alarm ─┬─► journal, display, MLflow's tags
     gang or worker without progress ──► seconds ──► limit: alarm ─────────────┴─► listed in `alarms.stop`: run ends
 
-The rules are pure functions, without clock or I/O. A rule that stays violated raises no second alarm. It can raise
-another alarm after a step at which it was not violated. A step without the rule's metric does not change the rule's
-count of steps in a row.
+The rules are pure functions, without clock or I/O. A rule that stays violated raises no second alarm. The rule can
+raise another alarm after a step at which it was not violated. A step without the rule's metric does not change the
+rule's count of steps in a row.
 """
 
 from __future__ import annotations
@@ -133,8 +134,10 @@ class WithoutProgress:
 
 
 def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
-    """Return the rules that are switched on and whose metrics this step has, each with its result for the step.
-    `staleness`: the run's staleness bound, in versions."""
+    """Return the rules that apply to a step, each with its result. A rule applies if it is switched on in `limits` and
+    the step has the rule's metrics. The rule first_updates is always switched on, but only for the first FIRST_STEPS
+    steps. The rule staleness applies only if `staleness` is above 0. `staleness`: the run's staleness bound, in
+    versions."""
     rules = []
     stale = metrics.get("staleness/mean")
     if limits.staleness_steps is not None and stale is not None and staleness > 0:

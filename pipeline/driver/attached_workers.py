@@ -182,7 +182,7 @@ def _new_scheduler_file(config: RunConfig, driver: int, address: str, security: 
 # ---- Registry of joined workers --------------------------------------------------------------------------
 
 _SEEN_WITHIN_S = 10.0
-"""Seconds within which a file that a worker's host wrote must appear on this host."""
+"""A file written by a worker's host must appear on this host within this number of seconds."""
 _POLL_S = 0.1
 
 
@@ -354,7 +354,8 @@ def host_problems(
 
 
 def version_problems(worker_versions: Mapping[str, object], driver_versions: Mapping[str, str]) -> Iterator[str]:
-    """Yield a text that names the packages whose versions differ from the driver's, if there are any."""
+    """Yield one text about all packages whose versions differ from the driver's. Yield nothing if all versions are
+    equal."""
     differ = [
         f"{name} {worker_versions.get(name)} (the driver: {driver_versions[name]})"
         for name in driver_versions

@@ -1,4 +1,4 @@
-"""Attempts at nodes: submit them, give them their Dask dependencies, judge their results, and run them again.
+"""Attempts at nodes: submit nodes with their Dask dependencies, judge the results, and run nodes again.
 
     submit ──► running ──rank 0 reported───────► done: its future is kept as a result, until `release`
                   │ │

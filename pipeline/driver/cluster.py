@@ -68,8 +68,8 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) 
 
 def dashboard_address(address: str | None) -> str:
     """Return the address, HOST:PORT, on which the dashboard will listen. `address` None: any free port of 127.0.0.1. If
-    the given port is taken (Dask would warn about that) or reserved for the system, the returned port is 0, which means
-    any free port. Raises ConfigError if the address does not belong to this host."""
+    the given port is taken (Dask would warn about that) or reserved for the system, the returned port is 0 (any free
+    port). Raises ConfigError if the address does not belong to this host."""
     host, _, port = (address or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:

@@ -27,8 +27,8 @@ class ExecutorSettings:
 
     cluster: ClusterConfig
     start_timeout_s: float
-    """Maximum number of seconds that the build of a worker may take: `cluster.start_timeout_s`. If that is null, a time
-    that follows from the size of the models' files."""
+    """Maximum number of seconds that the build of a worker may take: `cluster.start_timeout_s`. If this setting is
+    null, the time is computed from the size of the models' files."""
     paths: RunPaths
     ledger_url: str
     config_yaml: str = field(repr=False)
@@ -74,10 +74,10 @@ class Context:
     journal: Journal
     settings: ExecutorSettings
     name: str
-    """Random name of this executor. It is part of attempts' names and of task keys, so these differ from those of any
-    other executor on the cluster."""
+    """Random name of this executor. It is part of the names of attempts and of the keys of tasks. So no other executor
+    on the cluster uses the same names and keys."""
     now: Callable[[], float]
-    """Function that returns the seconds of the driver's clock, which stops while the driver is suspended."""
+    """Function that returns the seconds of the driver's clock. The clock stops while the driver is suspended."""
     watch_future: Callable[[Future, WorkerKey, Address | None], None]
     """Function that makes the executor's loop notice the end of a future. It takes the future, its worker, and the
     node's address (None: the future is the worker's build)."""

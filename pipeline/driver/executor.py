@@ -20,7 +20,8 @@ counts the exception as the stage's own.
 
 A worker that is overdue (stopped, hung) is killed if no other worker can do its work. Otherwise it becomes a *suspect*:
 its shards run elsewhere at once. If a node has several attempts, the first one to commit counts. The suspect gets work
-again when all its old attempts have ended. If they do not end within another deadline, the suspect is killed.
+again when all its old attempts have ended. If the old attempts do not end within another deadline, the suspect is
+killed.
 
 The driver's clock stops while the driver is suspended. So deadlines do not expire while a job is suspended.
 """
@@ -60,7 +61,7 @@ _MAX_CHECK_INTERVAL_S = 5.0
 """Maximum number of seconds by which the driver's clock advances between two notices. So if the driver is suspended, at
 most this much of the suspension counts against deadlines."""
 _PROCESSES = "all"
-"""Topic on which Dask's scheduler reports processes that ended."""
+"""Topic on which Dask's scheduler reports the end of processes."""
 
 
 @dataclass(frozen=True)

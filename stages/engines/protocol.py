@@ -4,8 +4,8 @@ A run uses an engine as follows. Several shards (parts of a step's rows) call `g
 threads. The engine batches the rows of all calls, and yields each row as it finishes. Every request names the version
 of the weights that it must be sampled with (`Request.version`). If another version is resident, the caller first calls
 `load_weights`. By default `load_weights` waits until the rows of the older version have finished (drain). An engine
-that updates in flight does not wait: rows that it has accepted continue under the new weights, and it also accepts rows
-that ask for an older version than the resident one. `Completion.versions` tells which version sampled each token.
+that updates in flight does not wait: its accepted rows continue under the new weights. It also accepts rows that ask
+for an older version than the resident one. `Completion.versions` tells which version sampled each token.
 
 Let p be the softmax of logits / temperature, without the suppressed tokens, and without EOS before `min_new_tokens`. If
 draws are keyed, the token at a position is argmax(log p + Gumbel noise). Positions are counted from the prompt's first
@@ -14,7 +14,7 @@ tokens depend neither on the other rows of its batch nor on the engine. At tempe
 logits, and p is computed as at temperature 1.
 
 If an engine differs from this description, its `Capabilities` (capabilities.py) say how. A run learns about an engine's
-abilities only from them. `build_engine` (build.py) builds an engine from a config.
+abilities only from its `Capabilities`. `build_engine` (build.py) builds an engine from a config.
 
 The functions at the end check requests and new weights. An engine calls the ones that it needs before it accepts a
 request or weights.
@@ -72,8 +72,8 @@ class TensorPlace:
 
 
 class MappedTensors(dict[str, torch.Tensor]):
-    """Tensors by name, as views of mapped files. `GenerationEngine.load_weights` takes them. `places` holds the file
-    and the offset of each tensor, so that an engine in another process can map the files itself."""
+    """Tensors by name, as views of mapped files, for `GenerationEngine.load_weights`. `places` holds the file and the
+    offset of each tensor, so that an engine in another process can map the files itself."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace], *, finite: bool = False

@@ -118,7 +118,7 @@ class MigrationRequest:
 
     key: RowKey
     with_cache: bool
-    """True to send the row's keys and values. If False, the other engine computes them again."""
+    """True to send the row's keys and values. If False, the other engine computes the keys and values again."""
     min_left: int = 0
     """Minimum number of tokens that must be left to sample. If fewer are left when the engine handles the request, the
     row stays, since it will finish soon."""

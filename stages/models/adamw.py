@@ -8,7 +8,7 @@ float32, so nothing as large as a tensor is allocated:
     g = factor · gradient                m = β1 m + (1 − β1) g                v = β2 v + (1 − β2) g²
     θ = (1 − lr · decay) θ − lr (m / (1 − β1ᵗ)) / (sqrt(v / (1 − β2ᵗ)) + eps)         (Loshchilov & Hutter 2019)
 
-θ is updated with the unrounded m and v of the block. They are rounded to nearest only when they are stored.
+θ is updated with the unrounded m and v of the block. m and v are rounded to nearest only when they are stored.
 
 A bfloat16 number has 8 significant bits, so a stored moment stays the same if a step would change it by less than 2⁻⁸
 of its value. With β ≤ 1 − 2⁻⁸ (`MOST_BETA` in `config`) a moment still decays when gradients vanish. The relative error

@@ -77,9 +77,9 @@ def build_role(
 ) -> GPTModel:
     """Return policy, reference or critic with its weights of version 0.
 
-    A critic that starts from a reward model gets that model's head. Otherwise its head is zero, so that its first
-    values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles built before.
-    This role's frozen weights are added to it.
+    A critic that starts from a reward model gets the head of the reward model. Otherwise its head is zero, so that its
+    first values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles built
+    before. This role's frozen weights are added to `shared`.
     """
     frozen = blueprint.model.frozen_blocks
     rank, tied = blueprint.parallel_rank, blueprint.spec.tied_embeddings and role is not Role.CRITIC

@@ -18,8 +18,8 @@ ShardedTensors:
 Frozen weights are not saved, since they are read from `model.path`. Blocks are numbered in the whole model, whatever
 the pipeline stages. Tensor parallelism cuts a tensor into rectangles. The two halves of `linear_fc1`, gate and up, are
 cut separately and have names of their own. The distributed optimizer gives a data-parallel rank consecutive elements of
-a parameter. They form up to three rectangles: the end of a row, whole rows, the beginning of a row. (Megatron's own
-formats gather each parameter on one rank before it is saved, or load in the same layout only.)
+a parameter. These elements form up to three rectangles: the end of a row, whole rows, the beginning of a row.
+(Megatron's own formats gather each parameter on one rank before it is saved, or load in the same layout only.)
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Bluepr
 
 
 def _unpadded(name: str, spec: ModelSpec) -> int:
-    """Return the length, without padding, of the axis that tensor parallelism cuts. For the fused gate and up it is the
-    length of one of them."""
+    """Return the length, without padding, of the axis that tensor parallelism cuts. For the fused gate and up, it is
+    the length of one of the two."""
     if name in _OF_VOCABULARY:
         return spec.vocab_size
     if name.startswith("mlp."):

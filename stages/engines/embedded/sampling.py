@@ -30,7 +30,7 @@ _UNIFORM_SCALE = (1.0 - 2.0**-24) * 2.0**-31
 """The largest float32 below 2^-31. The largest 31-bit word is rounded to 2^31, and its product with this scale is still
 below 1."""
 _BLOCK_ELEMENTS = 1 << 16
-"""Number of elements that are processed at a time on a CPU, so that the buffers (256 KB each) stay in the CPU's
+"""Number of elements to process at a time on a CPU. It is so small that the buffers (256 KB each) stay in the CPU's
 cache."""
 _ALL_ROWS = 1 << 30
 
@@ -179,8 +179,8 @@ def sample_part(
     """Return the contribution of one part of the vocabulary to the draw, for `join_parts`. Overwrites `logits`, which
     are first divided by the temperature.
 
-    The five numbers per row are the part's best token (largest logit plus noise), the best token's logit plus noise,
-    the best token's logit, the part's largest logit, and the part's sum of e^(logit - largest logit).
+    The best token of a part has the largest logit plus noise. The five numbers per row are the best token, its logit
+    plus noise, its logit, the part's largest logit, and the part's sum of e^(logit - largest logit).
 
     Args:
         logits: logits of the tokens first, first + 1, ... of the vocabulary.

@@ -168,7 +168,7 @@ class Scheduler:
         rows are running already.
 
         If other rows run, the free blocks must suffice for all tokens of the row and for one more block of each running
-        row. If they do not, return False too, since the row would soon be preempted."""
+        row. If there are too few free blocks, return False too, since the row would soon be preempted."""
         if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]

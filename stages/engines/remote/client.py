@@ -2,9 +2,9 @@
 
     callers' threads ──rows──► socket ──► server ──finished rows──► reader thread ──► each caller's queue
 
-Weights do not go through the socket. The server maps the file that holds them (`protocol.MappedTensors`). If tensors
-are in no file, the client writes one. New weights are loaded when no row is in flight (drain), or between two steps of
-the engine (inflight).
+Weights do not go through the socket. The server maps the file that holds the weights (`protocol.MappedTensors`). If
+tensors are in no file, the client writes one. New weights are loaded when no row is in flight (drain), or between two
+steps of the engine (inflight).
 
 A server is lost for good if it ends, fails, sends nothing for `message_timeout_s`, or breaks the protocol. Then all
 waiting callers get EngineLost, and `on_lost` is called. The client does not notice if the server's loop hangs while its
@@ -48,7 +48,7 @@ from storage.records import FinishReason
 
 _START_MESSAGE_TIMEOUT_S = 30.0
 """A starting server counts as hung only after at least this many seconds without a message. Loading libraries from a
-cold disk may block its interpreter for that long, so that it sends no messages."""
+cold disk may block the server's interpreter for that long, and then the server sends no messages."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class RemoteEngine:
         """Id of each row in flight -> its call."""
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
         self._changed = threading.Condition()
-        """Lock for the rows, the weights and the state of the engine, notified when they change. It is not held while
-        waiting for an answer of the server."""
+        """Lock for the rows, the weights and the state of the engine, notified when they change. The lock is not held
+        while a thread waits for an answer of the server."""
         self._loading = self._asleep = self._closing = False
         self._failure: EngineLost | None = None
         self._load_lock = threading.Lock()

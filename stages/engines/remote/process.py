@@ -159,16 +159,16 @@ class ServerProcess:
             return ""
 
     def describe_end(self) -> str:
-        """Return the rest of a sentence that begins "The server ended", for a server that has closed the connection.
-        The text gives the exit status, or says that the server still runs."""
+        """Return the rest of a sentence that begins "The server ended". The server has closed the connection. The text
+        gives the exit status, or says that the server still runs."""
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:
             return "its connection but still runs"
 
     def close(self) -> None:
-        """End the server and everything that it started, without waiting for its work. Its memory is free when this
-        returns. A second call does nothing."""
+        """End the server and everything that it started, without waiting for its work. The server's memory is free when
+        this call returns. A second call does nothing."""
         with self._closing:
             self._stack.close()
 

@@ -61,9 +61,9 @@ class ModelFiles:
 
 
 def places_in(file: Path) -> list[TensorPlace]:
-    """Return the places of the tensors in a safetensors file. Such a file consists of the header's length (8 bytes),
-    the header (JSON) and the bytes of the tensors. Raises WeightsError, naming the tensor, for a dtype that is not in
-    `_DTYPES`."""
+    """Return the places of the tensors in a safetensors file. A safetensors file consists of the header's length (8
+    bytes), the header (JSON) and the bytes of the tensors. Raises WeightsError, naming the tensor, for a dtype that is
+    not in `_DTYPES`."""
     with file.open("rb") as stream:
         (length,) = _HEADER.unpack(stream.read(_HEADER.size))
         header = json.loads(stream.read(length))

@@ -126,8 +126,8 @@ def pack_array(array: np.ndarray) -> dict[str, Any]:
 
 
 def unpack_array(message: Any) -> np.ndarray:
-    """Return the array that `pack_array` encoded. It is read-only. Raises ProtocolError if the message is not such an
-    array."""
+    """Return the array that `pack_array` encoded. The array is read-only. Raises ProtocolError if `message` is not an
+    encoded array."""
     try:
         return np.frombuffer(message["data"], np.dtype(message["dtype"])).reshape(message["shape"])
     except (KeyError, TypeError, ValueError) as error:

@@ -108,7 +108,7 @@ class EngineAdapter(Protocol):
         deleted after the call.
 
         Everything that was cached under the old weights is dropped. Rows in flight continue from the tokens that they
-        have. There can be such rows only if `Capabilities.updates` has `inflight`."""
+        have. Rows can be in flight only if `Capabilities.updates` has `inflight`."""
         ...
 
     def made(self) -> Mapping[int, int]:

@@ -1,4 +1,4 @@
-"""The server's loop: receive rows, generate a token for each of them, and send the finished ones."""
+"""The server's loop: receive rows, generate a token for each row in flight, and send the finished rows."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Server:
         """`version`: the version of the adapter's weights."""
         self._channel, self._adapter, self._version = channel, adapter, version
         self._rows: dict[int, list[tuple[int, int]]] = {}
-        """Id of a row in flight -> list of (version that was replaced while the row ran, number of tokens that the row
-        had then)."""
+        """Id of a row in flight -> list of (version, number of tokens). There is one entry for each load of new weights
+        while the row ran: the replaced version, and the row's number of tokens at that time."""
         self._counters = _Counters()
 
     def run(self, messages: Messages) -> None:

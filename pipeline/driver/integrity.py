@@ -50,12 +50,13 @@ from storage.weights import WeightBoard
 
 @dataclass(frozen=True)
 class Repairs:
-    """The result of repairing what an earlier driver left."""
+    """The result of repairing the stored data that an earlier driver left."""
 
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
     expected_digests: Mapping[Address, str] = field(default_factory=dict)
-    """Address of an output that has no commit although committed outputs were made from it -> digest of its content."""
+    """Address of a lost output -> digest of the content that committed outputs were made from. Only outputs that were
+    inputs of committed outputs are included, without those in `unneeded_outputs`."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
     """Address of a shard of rollouts in `expected_digests` -> version of the weights that sampled it. Empty under
     `rollout.versions: exact`, where the graph fixes this version."""
@@ -83,14 +84,14 @@ def quarantine_damaged_commits(ledger: Ledger, stored: RunStorage) -> dict[Addre
 
 def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address, str] = _NONE) -> Repairs:
     """Set damaged commit records aside, move committed files into place, and restore damaged Zarr metadata. Call it
-    before workers start. `damaged`: records that were set aside already.
+    before workers start. `damaged`: result of an earlier call of `quarantine_damaged_commits`.
 
     Raises:
         StoreError: in one of three cases. (1) A record has another format. (2) A committed output was made from an
             input whose content differs from the content that is committed now. (3) `rollout.versions` is not `exact`, a
             committed output was made from a shard of rollouts whose commit is lost, and the shard's tokens do not name
             exactly one allowed version. In cases 2 and 3 nothing has changed, except that damaged records are set aside
-            and finished segments closed.
+            and finished segments are closed.
     """
     ledger = history.ledger
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
@@ -132,9 +133,9 @@ def _consequence_text(address: Address, lost: Collection[Address]) -> str:
 
 
 def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
-    """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard will be
-    sampled again with this version, and compared with the content that later outputs were made from. Raises StoreError
-    if the tokens name no allowed version, or several."""
+    """Return the version of the weights that sampled a shard whose commit is lost. It is read from the shard's stored
+    tokens. The shard will be sampled again with this version, and compared with the content that later outputs were
+    made from. Raises StoreError if no tokens are stored, or if they name no allowed version, or several."""
     allowed, stored = (
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
@@ -151,8 +152,8 @@ def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
 
 
 def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit]) -> Iterator[str]:
-    """Yield a text for each output that was made from an input whose content differs from the content that is committed
-    now. Inputs without a commit are ignored."""
+    """Yield a text for each output of `commits` and each of its inputs whose content has changed since. `committed`:
+    address -> present commit, which has the present content. Inputs without a present commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
             found_commit = committed.get(one.address)
@@ -165,7 +166,7 @@ def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit
 
 def check_recomputed(history: History, repairs: Repairs, address: Address) -> None:
     """Raise StageFailed if the content of a node's new commit differs from the content that later outputs were made
-    from."""
+    from (`repairs.expected_digests`)."""
     if address not in repairs.expected_digests:
         return
     content, expected = history.ledger.get(address).content, repairs.expected_digests[address]
@@ -193,8 +194,8 @@ def clean_up_after(history: History) -> Iterator[None]:
 
 
 class UnreadVersions:
-    """Owns the published versions that no open node reads, but that a reader's lease (`storage.weights`) still keeps in
-    memory."""
+    """Owns the versions that still have to be removed from memory. No open node reads them, but a reader still holds a
+    lease on them (`storage.weights`)."""
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board
@@ -286,7 +287,7 @@ def _has_commit(history: History, address: Address) -> bool:
 
 @dataclass(frozen=True)
 class Rewind:
-    """A return to a version, with everything that moves into the archive."""
+    """A return of the run to `version` (0: to its start), with everything that moves into the archive."""
 
     version: int
     commits: tuple[Address, ...]
@@ -294,7 +295,7 @@ class Rewind:
     directories: tuple[Path, ...]
     """Checkpoints and exports of later versions."""
     copies: tuple[str, ...]
-    """Keys of the files of these checkpoints and exports in the object store."""
+    """Object store keys of the files of later checkpoints and exports."""
     archive: str
     """Key of the archive, in the run's directory and in its object store."""
 
@@ -351,9 +352,9 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
 
 
 def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
-    """Return address of a shard of rollouts -> newest version of the weights that sampled the shard. Shards without any
-    committed output are left out. The version is None if the commit of the rollouts themselves is lost or
-    damaged."""
+    """Return address of a shard of rollouts -> newest version of the weights that sampled the shard. The version is
+    None if the commit of the rollouts themselves is lost or damaged. Shards without any committed output are left
+    out."""
     newest: dict[Address, int | None] = {}
     for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
         try:

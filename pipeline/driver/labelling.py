@@ -5,9 +5,9 @@
     RUN/config.yaml   RUN/responses.jsonl   RUN/verdicts.jsonl   RUN/judge/ (the judge's answers)   RUN/pairs.jsonl
     RUN/summary.json  RUN/rubric.txt (if the rubric comes from a file)
 
-The program may be interrupted anywhere and started again with the same config. Responses are written whole or not at
-all. A prompt whose line is in verdicts.jsonl is not judged again. pairs.jsonl is written last, and marks the end.
-Prompts and responses come from a run's rollouts or from a file, or responses are sampled here.
+The program may be interrupted anywhere and started again with the same config. responses.jsonl is written whole or not
+at all. A prompt whose line is in verdicts.jsonl is not judged again. pairs.jsonl is written last, and marks the end.
+Prompts and responses come from a run's rollouts or from a file, or responses to given prompts are sampled here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
     names; None if the responses come from elsewhere.
 
     Raises:
-        ConfigError: the config cannot work; the judge was not asked.
+        ConfigError: the config cannot work. The judge was not asked.
         StageFailed: the judge refuses or cannot be reached, or its budget is spent. Its answers so far are kept.
     """
     root = config.run_dir
@@ -116,8 +116,8 @@ def _check_directory(config: LabelConfig) -> None:
 
 
 def _store_rubric(config: LabelConfig) -> None:
-    """Copy a rubric file into the directory. Raise ConfigError if its text has changed since labelling began, because
-    some pairs would then be labelled by another rubric."""
+    """Copy the judge's rubric file, if the config names one, into the labelling's directory. Raise ConfigError if the
+    file's text has changed since labelling began, because some pairs would then be labelled by another rubric."""
     file = config.judge.args.get("rubric_file")
     if file is None:
         return
@@ -139,7 +139,8 @@ _CHANGEABLE_KEYS = frozenset(
 
 
 def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidates]:
-    """Return the candidates in responses.jsonl. If that file does not exist, first make the candidates and write it."""
+    """Return the candidates (prompts with their responses) in responses.jsonl. If this file does not exist, first make
+    the candidates and write the file."""
     file = config.run_dir / RESPONSES
     if not file.exists():
         if source is not None:
@@ -193,8 +194,8 @@ def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
     """Return the summary: numbers of prompts, responses and pairs, number of dropped pairs by reason, and the file.
-    `orders_agree`: a fraction of the kept pairs that were judged in both orders. In these pairs the judge preferred the
-    same response in both orders. None if no pair was judged in both orders."""
+    Key `orders_agree`: fraction of pairs in which the judge preferred the same response in both orders. Only kept pairs
+    that were judged in both orders count. None if there are no such pairs."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -245,7 +246,8 @@ _ROWS_AT_ONCE = 1024
 
 def candidates_of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:
     """Return each prompt of a run's rollouts with its responses, without duplicates. `last_steps`: number of newest
-    complete steps to read; None for all. Raises ConfigError if there are no responses."""
+    complete steps to read; None for all. Steps whose arrays were deleted (`storage.keep.rollouts`) add nothing. Raises
+    ConfigError if there are no responses."""
     history, tokenizer = open_history(source), read_tokenizer(source.model.path)
     table = PromptTable.load(RunPaths(source.run_dir).prompts)
     shards = range(source.rollout.shards)
@@ -289,8 +291,8 @@ def candidates_of_file(config: LabelConfig) -> list[Candidates]:
 
 
 def sample_candidates(config: LabelConfig) -> list[Candidates]:
-    """Sample `per_prompt` responses to each prompt with the embedded engine, and return the candidates. The result
-    depends on config and model only."""
+    """Sample `responses.per_prompt` responses to each prompt with the embedded engine, and return the candidates. The
+    result depends on config and model only. Raises ConfigError if the prompts or the model cannot be used."""
     path, per_prompt = config.responses.model, config.responses.per_prompt
     assert path is not None
     spec = read_model("responses.model", path)

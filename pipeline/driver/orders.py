@@ -1,7 +1,8 @@
 """Orders to workers beside the graph: copy weights to other hosts, migrate rows between replicas, free shared devices.
 
-The driver waits for the device orders only. The run does not depend on the other orders: a worker that needs a version
-fetches it by itself, and rows that are not sent stay where they are.
+The driver waits only for the orders to free devices. The run does not depend on the other orders: a worker that needs a
+version fetches it by itself, and rows that are not sent stay where they are. A board is a directory of published
+weights that the processes of a host share (`storage.weights`).
 
     a version is published ──────────► fetch ──► readers on other hosts copy the version before they need it
                            └─────────► take ───► under `rollout.versions: inflight`, replicas load the version and go
@@ -60,7 +61,8 @@ def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
 
 
 class WeightOrders:
-    """Owns the state of weights on other hosts: the publisher's host, and the versions that no open node reads."""
+    """Sends the orders about weights on other hosts. Owns what they need: the publisher's host, and the versions that
+    no open node reads."""
 
     def __init__(self, context: Context, supervision: Supervision) -> None:
         self._client = context.client
@@ -75,7 +77,7 @@ class WeightOrders:
         self._unread: set[int] = set()
 
     def order_fetch(self, version: int) -> None:
-        """Order other hosts that will read a version to copy it, before they need it."""
+        """Order the readers on other hosts to copy a version now, before their nodes need it."""
         order_fetch(self._client, self._with_other_boards(self._supervision.addresses()), version)
 
     def order_load(self, version: int) -> None:
@@ -91,18 +93,20 @@ class WeightOrders:
         order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), [version])
 
     def on_worker_built(self, worker: WorkerKey) -> None:
-        """Send the list of released versions again, since a newly built process does not know it."""
+        """If the new worker reads or publishes weights, send the list of released versions again: its process does not
+        know the list."""
         if worker[0] in (self._pool, self._publisher) and self._unread:
             order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), self._unread)
 
     def remove_boards(self) -> None:
-        """Remove the boards that the driver does not see, also those of workers that are still being built."""
+        """Remove the boards that the driver does not see, also the boards of workers that are still being built."""
         if self._boards:
             addresses = {name: address for address, name in workers_by_address(self._client).items()}
             remove_boards(self._client, self._with_unseen_boards(addresses))
 
     def _with_unseen_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the addresses of the workers whose boards the driver does not see. `addresses`: by worker name."""
+        """Return the addresses of the workers whose boards the driver does not see. `addresses`: worker name -> its
+        address."""
         elsewhere = self._with_other_boards(addresses)
         if not self._all_unseen:
             return elsewhere
@@ -111,7 +115,7 @@ class WeightOrders:
 
     def _with_other_boards(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the addresses of the workers that read weights from another board than the publisher's: on another
-        host or in another directory. `addresses`: by worker name."""
+        host or in another directory. `addresses`: worker name -> its address."""
         if not self._boards:
             return []
         publisher = addresses.get(worker_name(self._publisher, 0))
@@ -153,7 +157,7 @@ class MigrationOrders:
 
     def on_report(self, report: RowsReport | MigrationDone) -> tuple[Address, ...]:
         """Take a replica's report of its rows, or of a finished migration. Return the replica's nodes that only wait
-        for rows on other replicas. Reports of earlier incarnations are ignored."""
+        for rows on other replicas. Reports from an earlier process of the replica are ignored."""
         worker = report.gang, report.index
         if not self._supervision.is_present(worker, report.incarnation):
             return ()
@@ -176,14 +180,14 @@ class MigrationOrders:
             self._migration_planner.node_took(outcome.finished - outcome.started)
 
     def on_worker_down(self, worker: WorkerKey) -> None:
-        """Forget the rows of a worker that is lost or a suspect."""
+        """Forget the rows of a worker that is lost, or that is suspected to be lost."""
         if worker[0] == self._pool:
             self._migration_planner.replica_lost(worker[1])
 
 
 @dataclass(eq=False)
 class _PendingHandover:
-    """A hand-over of devices in progress: the giving gang is freeing them."""
+    """A hand-over in progress: the giving gang is freeing the devices."""
 
     handover: Handover
     number: int
@@ -232,7 +236,8 @@ class DeviceOrders:
             self._finish_handovers()
 
     def on_worker_down(self, worker: WorkerKey) -> None:
-        """Count the devices of a lost worker's restart unit as freed, since its next processes hold nothing on them."""
+        """Count the devices of a lost worker, and of all workers that restart with it, as freed: the next processes of
+        these workers hold nothing on the devices."""
         gang = self._context.gangs[worker[0]]
         for one in self._leaving:
             one.pending_workers -= set(restart_unit(gang, worker[1]))
@@ -272,5 +277,5 @@ class DeviceOrders:
 
 
 def _host(address: str) -> str:
-    """Return the host of a Dask address."""
+    """Return a Dask address without its port."""
     return address.rpartition(":")[0]

@@ -1,6 +1,6 @@
 """Prepare a run's directory before its workers start: identity, files that workers read, repairs of stored data.
 
-    plan the rewind (--from-checkpoint) ──► state the identity, or compare it ──► write identity, config, prompts
+    plan the rewind (--from-checkpoint) ──► make the identity, or compare it ──► write identity, config, prompts
         ──► archive what the rewind moves ──► set damaged records aside, move committed files into place
 
 `prepare` does all of it, in this order. The identity is compared at each resume, and with each worker:
@@ -75,7 +75,7 @@ class IdentityCheck:
 
     identity: Identity
     changed: tuple[str, ...] = ()
-    """Settings that a resumed run has changed."""
+    """One text per setting that has changed since the last start of a resumed run."""
     warnings: tuple[str, ...] = ()
 
 
@@ -95,9 +95,9 @@ def check_identity(
             None otherwise.
 
     Raises:
-        ConfigError: models or prompts differ from the run's. Or the software differs, `cluster.same_numerics` is
-            `refuse`, and the run does not resume from a checkpoint. Or identity.json is missing, and the commits are
-            of another config.
+        ConfigError: the model files, rubrics or prompts are not those that the run began with. Or the software has
+            changed, `cluster.same_numerics` is `refuse`, and the run does not resume from a checkpoint. Or
+            identity.json is missing, and the commits are of another config.
         StoreError: identity.json is damaged.
     """
     identity = read_identity(config.run_dir)
@@ -161,8 +161,8 @@ def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) 
 
 
 class NumericsWatch:
-    """Owns the identity of a run while it runs, and records each gang's numerics in it: the facts on which the last
-    bits of a worker's results depend."""
+    """Owns the identity of a run while it runs, and records each gang's numerics in it. Numerics are the facts that the
+    last bits of a worker's results depend on."""
 
     def __init__(
         self,
@@ -171,21 +171,21 @@ class NumericsWatch:
         journal: Journal,
         set_tags: Callable[[Mapping[str, str]], None] = lambda values: None,
     ) -> None:
-        """`set_tags`: sets tags of the tracked run. Some of these tags show the engines' capabilities, so that runs can
-        be compared."""
+        """`set_tags`: sets tags (name -> text) of the tracked run. The tags that this class sets show the engine's
+        capabilities and missing guarantees, so that runs can be compared."""
         self._config, self._tags = config, set_tags
         self._engine_gang = gang_of_role(config.placement, Role.GENERATE)
         self._engines: set[str] = set()
-        """Lines of capabilities that were already reported."""
+        """Texts about the engine's capabilities that were already reported."""
         self._run_dir = Path(config.run_dir)
         self._mode = config.cluster.same_numerics
         self._identity = identity
         self._journal = journal
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """Compare a new worker's numerics with the numerics that its gang has had. For the first worker of a gang,
-        compare its software with the driver's. Record new numerics. Under `cluster.same_numerics: warn` report a
-        difference.
+        """Check and record a new worker's numerics, if no earlier worker of its gang had the same. They are compared
+        with the numerics that the gang had first. If the gang had none, the worker's software is compared with the
+        driver's. Under `cluster.same_numerics: warn` a difference is only reported.
 
         Raises:
             ConfigError: the numerics or the software differ, and `cluster.same_numerics` is `refuse`.
@@ -215,7 +215,7 @@ class NumericsWatch:
         write_identity(self._run_dir, self._identity)
 
     def _report_engine(self, device: Device) -> None:
-        """Report the engine's capabilities on a kind of device, and the guarantees that the run lacks there. The same
+        """Report the engine's capabilities on a kind of device, and the guarantees that are not proven on it. The same
         capabilities are reported only once."""
         line, missing = engine_line(self._config, device), unproven_guarantees(self._config, device)
         if line in self._engines:
@@ -243,8 +243,8 @@ def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the digests of the files of each model and rubric, under the names of `_model_paths`. Files that several
-    names share are read once."""
+    """Return name -> digests of a model's or rubric's files (file name -> digest; `rubric` for a rubric). The names are
+    those of `_model_paths`. A path that several names share is read once."""
     by_path: dict[str, dict[str, str]] = {
         file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
     }
@@ -275,7 +275,7 @@ class PreparedRun:
     identity: Identity
     repairs: Repairs
     changed: tuple[str, ...]
-    """Settings that a resumed run has changed."""
+    """One text per setting that has changed since the last start of a resumed run."""
     warnings: tuple[str, ...]
     """Warnings for the user."""
 
@@ -344,6 +344,6 @@ def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Tokenizer) -> Mapping[str, tuple[str, np.ndarray]]:
-    """Return the arrays of token texts. Empty if the tokenizer has no table of them."""
+    """Return the arrays that give the bytes of each token. Empty if the tokenizer has no table of token bytes."""
     tokens = tokenizer.token_bytes()
     return {} if tokens is None else Vocabulary.of(tokens).arrays()

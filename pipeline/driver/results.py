@@ -180,8 +180,9 @@ def report_missed_metrics(history: History, tracker: Tracker, driver_starts: Seq
 def conclude_run(
     config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode, ended: str = ""
 ) -> Summary:
-    """Write the run's results so far, draw the plots, and close tracking. `ended`: the reason if the run ended before
-    its last step."""
+    """Write and track the run's results so far, and close tracking. Return the summary. The results are the summary,
+    the samples and, under `tracking.report`, the plots and the report. `ended`: the reason if the run ended before its
+    last step."""
     paths = RunPaths(config.run_dir)
     summary = summarise_run(config, history)
     paths.summary.write_text(summary.to_json(), "utf8")
@@ -217,8 +218,8 @@ def conclude_despite_error(
     screen: Screen,
     error: BaseException,
 ) -> None:
-    """Call `conclude_run` while `error` is being raised. A second error (from the same full disk, say) becomes a note
-    of `error`, and does not replace it."""
+    """Call `conclude_run` while `error` is being raised, and close tracking even if that call fails. A second error
+    (from the same full disk, say) becomes a note of `error`, and does not replace it."""
     status: RunStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
     ended = f"{type(error).__name__}: {error}".removesuffix(": ")
     with report_second_error(error, screen, "no summary could be made of what there is"):
@@ -229,7 +230,8 @@ def conclude_despite_error(
 
 @contextmanager
 def report_second_error(error: BaseException, screen: Screen, action: str) -> Iterator[None]:
-    """Turn an exception of the block into a warning and a note of `error`, which is being raised."""
+    """Catch an exception of the block. Print it as a warning, and add it as a note to `error`, which is being raised.
+    `action`: beginning of both texts, which says what could not be done."""
     try:
         yield
     except Exception as again:
@@ -283,7 +285,7 @@ def draw_plots(config: RunConfig, history: History) -> list[Path]:
 
 
 def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
-    """Return label -> path of each result of a finished run, or the command that shows it."""
+    """Return label -> path of a result of a finished run, or a text that tells how to open or export the result."""
     paths = RunPaths(config.run_dir)
     paths_by_label: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.report:
@@ -347,7 +349,8 @@ def report_source(config: RunConfig, history: History, summary: Summary) -> RunS
 
 
 def variant_source(config: RunConfig) -> VariantSource:
-    """Return a variant's data for the report, read from its directory."""
+    """Return a variant's data for the report, read from the variant's directory. A variant was trained on the rollouts
+    of another run, its parent."""
     summary = VariantSummary.from_json(RunPaths(config.run_dir).summary.read_text("utf8"))
     return VariantSource(
         name=config.name,
@@ -382,7 +385,8 @@ def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
 
 
 def _scoring_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reward that decide its scores. Settings that process the scores later are left out."""
+    """Return the settings of a reward's config section that decide the scores. Settings that process the scores later
+    are left out."""
     return {key: section.get(key) for key in ("kind", "args", "parts")}
 
 

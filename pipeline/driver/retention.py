@@ -11,9 +11,9 @@
                         └─ closed (moved into a segment) when the steps up to 31 + margin are over
 
 Exports: the last version is exported, and every n-th version with `export.every` = n. The newest `storage.keep.exports`
-of them stay. Under `storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt
-later. An export that was made only for this reason is deleted again, unless its version is the best. The best version
-so far always stays.
+exports stay. Under `storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt
+later. An export that was made only for this reason is deleted again, unless its version is the best. The export of the
+best version so far always stays.
 
 Deletions run in a thread of `Retention`. Segments are closed in the driver's thread.
 """
@@ -49,10 +49,10 @@ def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: C
     """Return the first step whose rollouts must stay. Rollouts are needed after the loss of a trainer, after damage to
     a checkpoint, when a version is published again, and for `resume --from-checkpoint`.
 
-    Nodes from step `finished_until` on read versions from `finished_until - spec.staleness` on. To make the oldest of
-    these versions again, a recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the
-    rollouts after the checkpoint before it must stay too. Two windows of finished steps stay in any case, as in the
-    ledger (`_steps_before_closing`), because an outdated attempt may still be reading them.
+    The oldest version that unfinished nodes read is `finished_until - spec.staleness`. To make this version again, a
+    recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the rollouts after the
+    checkpoint before it must stay too. Without such a checkpoint all rollouts stay. Two windows of finished steps stay
+    in any case, as in the ledger (`_steps_before_closing`), because an outdated attempt may still be reading them.
 
     Args:
         keep: `storage.keep.rollouts`: minimum number of finished steps to keep.
@@ -66,10 +66,12 @@ def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: C
 
 
 class Retention:
-    """Owns the thread that finds and deletes files, if `storage.keep` asks for it."""
+    """Owns the thread that deletes what `storage.keep` does not keep. There is no thread if `storage.keep` limits
+    neither rollouts nor exports."""
 
     def __init__(self, config: RunConfig, history: History, warn: Callable[[str], None]) -> None:
-        """`warn`: called in the caller's thread with each new error. The run continues without the deletion."""
+        """`warn`: called with the text of a deletion's error, once for each text, in the thread that calls the methods.
+        The run continues without the deletion."""
         keep = self._keep = config.storage.keep
         self._history = history
         self._warn = warn
@@ -77,7 +79,7 @@ class Retention:
         self._checkpoints, self._exports = config.stored.checkpoints(), config.stored.exports()
         self._config = config
         self._evaluations: dict[int, Evaluation] = {}
-        """Complete evaluations, by version."""
+        """Version -> its complete evaluation."""
         self._sound: dict[int, bool] = {}
         """Version -> True if every byte of its checkpoints (of all trained models) was read and is sound."""
         self._over_until = 0
@@ -86,8 +88,8 @@ class Retention:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention") if asked else None
 
     def on_steps_finished(self, step: int) -> None:
-        """Record that all nodes of the steps before this one are done. Begin to delete, unless a deletion is in
-        progress. Does not wait."""
+        """Record that all nodes of the steps before `step` are done. Begin to delete, unless a deletion is in progress.
+        Does not wait."""
         self._over_until = step
         if self._thread is None or (self._pass is not None and not self._pass.done()):
             return
@@ -95,7 +97,7 @@ class Retention:
         self._pass = self._thread.submit(self._delete, step)
 
     def delete_at_end(self) -> None:
-        """Delete at the end of a run what `storage.keep` does not keep, and wait for that."""
+        """Delete at the end of a run what `storage.keep` does not keep, and wait until it is deleted."""
         if self._thread is not None:
             self._collect_result()
             self._pass = self._thread.submit(self._delete, self._over_until)
@@ -128,7 +130,7 @@ class Retention:
             self._exports.drop({*self._exports.versions()[: -self._keep.exports]} - self._best_version())
 
     def _read_evaluations(self) -> Mapping[int, Evaluation]:
-        """Return the complete evaluations, by version."""
+        """Return version -> its evaluation, for all versions whose evaluation is complete."""
         for version in self._history.evaluated_versions():
             evaluation = None if version in self._evaluations else self._history.read_evaluation(version)
             if evaluation is not None and evaluation.kl is not None:
@@ -136,7 +138,7 @@ class Retention:
         return self._evaluations
 
     def _best_version(self) -> set[int]:
-        """Return the best version so far, or an empty set."""
+        """Return a set with the best evaluated version so far. Empty if there is none."""
         best = best_evaluation(self._read_evaluations().values(), self._config.evaluate.select.max_kl)
         return set() if best is None else {best.version}
 
@@ -187,8 +189,8 @@ def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] =
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
-    """Close segments that were opened again because of a damaged record, if the record is unneeded. Must be called
-    before workers start: then the run begins after these segments, as it would without the damage."""
+    """Close again the segments that were opened only because the record of an `unneeded` node is damaged. Must be
+    called before workers start: then the run begins after these segments, as it would without the damage."""
     if not unneeded:
         return
     while True:
@@ -211,7 +213,8 @@ def _steps_before_closing(spec: GraphSpec) -> int:
 
 
 class LedgerCompactor:
-    """Owns the list of records that are in no segment yet, from the first open step on."""
+    """Closes the ledger's segments during a run. Owns the addresses of done nodes whose records are in no closed
+    segment yet."""
 
     def __init__(self, spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] = frozenset()) -> None:
         """`unneeded`: nodes that count as done, and have no record."""
@@ -226,7 +229,7 @@ class LedgerCompactor:
 
     @property
     def first_open_step(self) -> int:
-        """First step that is not over."""
+        """First step that is not over: a node of the step is not done."""
         return self._next_over
 
     def on_step_finished(self, step: int, addresses: Iterable[Address]) -> None:

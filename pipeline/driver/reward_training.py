@@ -184,16 +184,16 @@ def _train_rank(
 
 
 def _open_teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelRank) -> RewardModel:
-    """Return a teacher: a reward model that is not trained, in the student's layout."""
+    """Return the teacher at `path`: a reward model that is not trained, divided among the ranks as the student is."""
     model = dataclasses.replace(config.trained_model(path), dtype=config.teacher.dtype or config.model.dtype)
     plain = dataclasses.replace(model, frozen_blocks=0, lora=LoraConfig())
     return RewardModel(plain, config.layout, rank, seed=config.seed, joined=joined)
 
 
 def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
-    """Return the CPU seconds per row of the exported student and of its teacher, and how many times as fast the student
-    is. The seconds of several teachers are added up. The models are timed alternately, with the same packing, in this
-    process alone."""
+    """Return the CPU seconds per row of the exported student (`student_cpu_s`) and of its teacher (`teacher_cpu_s`),
+    and the teacher's seconds divided by the student's (`speed_up`). The seconds of several teachers are added up. The
+    models are timed alternately, with the same packing, in this process alone."""
     student = LoadSettings(ModelKind.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
     dtype = config.teacher.dtype or config.model.dtype
     teachers = [LoadSettings(ModelKind.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
@@ -289,7 +289,7 @@ def _write_results(
 
 
 def _teacher_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line that compares a student with its teacher. Empty if there is no teacher."""
+    """Return a list with the line that compares a student with its teacher. Empty if there is no teacher."""
     if "speed" not in summary:
         return []
     held_out, speed = summary["held_out"], summary["speed"]

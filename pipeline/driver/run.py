@@ -165,7 +165,7 @@ def run(
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a prepared run. They exist before its workers start and after they end."""
+    """The parts of a prepared run. They exist before the workers start and after the workers end."""
 
     config: RunConfig
     prepared: PreparedRun
@@ -201,8 +201,8 @@ class StartedRun:
 
 @contextmanager
 def _freeze_garbage_collection() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection: tokenizer and prompts live to the end of the run, and
-    each pass over them stalls the loop by 0.2 s."""
+    """Exclude the objects that exist now from garbage collection until the block ends. Tokenizer and prompts live that
+    long, and each collection that visits them stalls the loop by 0.2 s."""
     gc.freeze()
     try:
         yield
@@ -228,7 +228,8 @@ def _detach_if_continued(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _conclude_on_error(run: Run) -> Iterator[None]:
-    """Write the summary and close tracking if the run fails or is interrupted, unless another job continues it."""
+    """Clean up when the block ends (`clean_up_after`). If the run fails or is interrupted, also write the summary and
+    close tracking, unless another job continues the run."""
     try:
         with clean_up_after(run.history):
             yield
@@ -302,7 +303,8 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
 
 
 def _critic_notes(config: RunConfig) -> Iterator[str]:
-    """Yield notes for the journal if the run has no critic."""
+    """Yield notes for the journal if the run has no critic: the kind of advantage, and each gang that is therefore not
+    started."""
     if not config.has_critic:
         yield f"ppo.advantage={config.ppo.advantage} (no critic)"
         unused = sorted(config.placement.gangs.keys() - {gang.name for gang in config.gangs()})
@@ -381,7 +383,8 @@ class _Driver(ExecutorEvents):
             self._view.update()
 
     def on_node_done(self, node: Node, outcome: Outcome) -> None:
-        """Report the step, canary or evaluation that a committed node completes, and advance the window."""
+        """Report the step, canary or evaluation that a committed node completes, order the transfer of a published
+        version, and advance the window."""
         address = node.address
         check_recomputed(self._history, self._repairs, address)
         self._outcomes[address] = outcome
@@ -441,8 +444,8 @@ class _Driver(ExecutorEvents):
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
         """Report how far engine and trainer differ at a version, with an alarm if they differ too much. Without an
-        alarm, metrics of a step that is not reported yet are left to `_report_step`, because MLflow's pages list first
-        the metric that was logged first."""
+        alarm, metrics of a step that is not reported yet are left to `_report_step`: MLflow's pages list metrics in the
+        order in which they were logged first."""
         text = canary_alarm_text(version, metrics)
         if text is not None or version in self._tracked_steps or version == self._config.steps:
             self._tracker.log_metrics(version, metrics)
@@ -451,7 +454,8 @@ class _Driver(ExecutorEvents):
             self._progress.print_alarm(text)
 
     def _on_step_over(self, step: int, nodes: list[Node]) -> None:
-        """Track the trace of a step whose nodes are all done, release its results, and compact its ledger records."""
+        """Compact the ledger, delete old data, release the step's results, and track the step's trace, since all
+        `nodes` of the step are done. First raise StageFailed if another driver has claimed the run."""
         self._refuse_to_share()
         self._compactor.on_step_finished(step, [node.address for node in nodes])
         self._retention.on_steps_finished(self._compactor.first_open_step)
@@ -469,7 +473,7 @@ class _Driver(ExecutorEvents):
             raise StageFailed(f"{later} continues this run ({KEY}={self._config.storage.url}): this one ends")
 
     def _on_version_unread(self, version: int) -> None:
-        """Release a version of the weights, since all its readers are done."""
+        """Release a version of the weights, here and on other hosts, since all its readers are done."""
         if self._unread_versions is not None:
             self._unread_versions.release(version)
         self._executor.release_weights(version)

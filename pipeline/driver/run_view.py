@@ -88,7 +88,8 @@ class RunView:
         self._latest: GraphView | None = None
 
     def update(self) -> None:
-        """Update the markers, and make a new view if one was requested. The driver's thread calls it once a second."""
+        """Update the markers, and make a new view if one was requested in the last `_REQUEST_AGE_S`. The driver's
+        thread calls this method once a second."""
         statuses, admitted = self._dispatch.statuses(), self._flow.num_admitted_steps
         self._markers.replace_markers(marker_states(self._spec, statuses, admitted))
         if time.monotonic() - self._last_request_s > _REQUEST_AGE_S:
@@ -121,7 +122,7 @@ class RunView:
         return self._latest
 
     def _versions(self) -> tuple[VersionView, ...]:
-        """Return the published versions. Empty if weights are on other hosts only."""
+        """Return a view of each published version: its size and readers. Empty if weights are on other hosts only."""
         if self._board is None:
             return ()
         readers, available = self._flow.readers_by_version, self._board.available()
@@ -175,7 +176,8 @@ def first_driver_start_s(config: RunConfig, now: float) -> float:
 
 
 def first_and_latest_means(history: History) -> list[tuple[int, float]]:
-    """Return (version, mean score) of the first and the latest evaluated version of a resumed run."""
+    """Return (version, mean score) of the first and of the latest evaluated version. Empty if no version has been
+    evaluated, as in a run that starts."""
     versions = history.evaluated_versions()
     evaluations = (history.read_evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
     return [(evaluation.version, evaluation.mean) for evaluation in evaluations if evaluation is not None]

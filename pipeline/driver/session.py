@@ -52,7 +52,7 @@ def refuse_unwritable_directory(config: RunConfig) -> Iterator[None]:
 
 
 class TerminatedEarly(KeyboardInterrupt):
-    """Interrupt of a job that must free its nodes at once. Commits stay; no summary is made."""
+    """Interrupt of a job that must free its cluster nodes at once. Commits stay; no summary is made."""
 
 
 @contextmanager

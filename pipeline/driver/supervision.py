@@ -147,8 +147,8 @@ def error_text(error: BaseException) -> str:
 
 
 def repeat_hints(node: Node, run_dir: Path) -> dict[str, str]:
-    """Return label -> text to show of a failed node: its inputs, and (except for `publish`) the command that runs it
-    alone."""
+    """Return label -> text to show about a failed node: the node's inputs and, except for `publish`, the command that
+    runs the node alone."""
     address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
     made_from = {"inputs": f"{inputs}; weights v{node.version}"}
     if address.stage == "publish":
@@ -199,7 +199,7 @@ is built."""
 
 @dataclass
 class _Worker:
-    """One incarnation of a worker process, as the driver sees it."""
+    """One incarnation (process) of a worker, as the driver sees it."""
 
     spec: WorkerSpec
     build: Future | None
@@ -210,6 +210,7 @@ class _Worker:
     - while it is being built: the build is overdue, or its `error` counts
     - while it waits for the next try: its next build begins
     - while it is a suspect: it counts as lost
+    - while it is up and not a suspect: none; the time is infinite
     """
     has_joined: bool = False
     """True if the scheduler knows its process."""
@@ -277,7 +278,8 @@ class Supervision:
         return {w.spec.name: w.address for w in self._workers.values() if w.address is not None}
 
     def is_present(self, worker: WorkerKey, incarnation: int) -> bool:
-        """Return True if this is the worker's present incarnation. Reports of earlier ones do not count."""
+        """Return True if the worker's present incarnation has this number. Reports of earlier incarnations do not
+        count."""
         known = self._workers.get(worker)
         return known is not None and known.spec.incarnation == incarnation
 
@@ -384,13 +386,13 @@ class Supervision:
         self._context.journal.append_now(EventKind.WARNED, gang=refusal.gang, worker=name, detail=detail)
 
     def record_progress(self, key: WorkerKey) -> None:
-        """Record that a worker finished a node."""
+        """Record that a worker finished a node, and forget the earlier losses of its restart unit."""
         self._workers[key].last_progress_s = self._context.now()
         self._losses.pop((key[0], 0) if self._context.gangs[key[0]].is_ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
-        """Make an overdue worker a suspect. It gets no work until `trust` is called, and counts as lost if that does
-        not happen within another `cluster.deadline_s`. Other workers do its work."""
+        """Make an overdue worker a suspect, whose work other workers do. It gets no work until `trust` is called. It
+        counts as lost if `trust` is not called within another `cluster.deadline_s`."""
         self._workers[key].deadline = self._context.now() + self._context.cluster.deadline_s
         self._on_down(key, True)
 
@@ -537,7 +539,7 @@ class Supervision:
         )
 
     def _submit(self, task: str, work: Callable[..., object], spec: WorkerSpec, *more: Future) -> Future:
-        """Submit work to one worker, ahead of nodes."""
+        """Submit the `task` of a build to one worker, with a higher priority than nodes have (see `_FIRST`)."""
         return self._context.client.submit(
             work,
             spec,

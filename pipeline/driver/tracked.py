@@ -47,7 +47,8 @@ def _meaningless_metrics(config: RunConfig) -> Iterator[str]:
 
 
 def tracked_params(config: RunConfig) -> dict[str, str]:
-    """Return the config's settings. Secrets and settings that the run does not read are left out."""
+    """Return key path -> text of each setting of the config. Secrets and settings that the run does not read are left
+    out."""
     unread = tuple(_unread_keys(config))
     return {key: value for key, value in flatten(config).items() if not key.startswith(unread)}
 
@@ -140,7 +141,7 @@ class SchedulerWorkers(Protocol):
 
     @property
     def workers(self) -> Mapping[str, Any]:
-        """Workers by address, each with `name` and `metrics`."""
+        """Address of a worker -> Dask's state of the worker, with the attributes `name` and `metrics`."""
         ...
 
 

@@ -67,7 +67,7 @@ def run_checks(*checks: Callable[[], Any]) -> list[Any]:
 
 
 def refusals(*checks: Callable[[], Any]) -> list[ConfigError]:
-    """Run all checks and return the errors of those that fail."""
+    """Run all checks and return the ConfigErrors that they raised. Empty if every check passes."""
     return _tried(checks)[1]
 
 

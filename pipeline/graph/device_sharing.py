@@ -68,7 +68,8 @@ class DeviceSharing:
     def next_handovers(
         self, is_busy: Callable[[str], bool], first_ready: Callable[[str], Node | None]
     ) -> list[Handover]:
-        """Return the handovers that begin now.
+        """Return the handovers that begin now. A handover begins if nothing is handed out to the holder of the devices,
+        the holder has no ready node, and another gang of its group has a ready node.
 
         Args:
             is_busy: returns True if anything is handed out to a gang.
@@ -86,7 +87,7 @@ class DeviceSharing:
         return handovers
 
     def on_handed_over(self, giver: str) -> None:
-        """Record that all workers of this gang have freed the devices."""
+        """Record that all workers of the gang `giver` have freed the devices. From now on the taker holds them."""
         group = self._group_of[giver]
         assert group.handover is not None, f"{giver} was not to leave its devices"
         assert group.handover.giver == giver, f"{group.handover.giver} was to leave its devices, not {giver}"

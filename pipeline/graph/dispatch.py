@@ -3,20 +3,20 @@
 A node gets a worker in one of three ways:
 - **ordered**: on a gang whose ranks act together. Nodes wait in order of priority once their parents are done. The
   driver numbers the nodes as it hands them out, and every rank executes them in the order of these numbers. A gang of
-  several ranks gets one node at a time. If it got two, they could reach the ranks in different orders, since each waits
-  for its own inputs, and then their collectives would interleave. A single rank gets two nodes at a time, which hides
-  the round trip. It gets only one if a child of this node is more urgent than the second node.
-- **slot**: on one replica of a pool, when it has a free slot. So a slow replica gets fewer shards than a fast one.
-  Dask's own placement would give both the same number.
-- **free**: on the least loaded replica of a pool, as soon as its parents of the same step are submitted. So Dask runs
-  this part of the graph by itself. The node does wait for parents of earlier steps, so that a chain of steps does not
-  become one endless Dask graph.
+  several ranks gets one node at a time. If it got two, the nodes could reach the ranks in different orders, since each
+  node waits for its own inputs, and then their collectives would interleave. A gang of one rank gets two nodes at a
+  time, which hides the round trip. It gets only one if a child of this node is more urgent than the second node.
+- **slot**: on one replica of a pool, when the replica has a free slot. So a slow replica gets fewer shards than a fast
+  replica. Dask's own placement would give both the same number.
+- **free**: on the least loaded replica of a pool, as soon as the node's parents of the same step are submitted. So Dask
+  runs this part of the graph by itself. The node does wait until parents of earlier steps are done, so that a chain of
+  steps does not become one endless Dask graph.
 
 A node that may use several versions of the weights is handed out with the newest readable one. If it is handed out
 again, it gets the version that is newest then. Dispatch alone chooses versions; replicas do not.
 
-A gang that shares its devices (`device_sharing`) gets nodes only while it holds them. It keeps them until it has
-nothing submitted and nothing ready.
+A gang that shares its devices (`device_sharing`) gets nodes only while it holds the devices. It keeps the devices until
+it has nothing submitted and nothing ready, and another gang has a ready node.
 
 When a worker is lost, its unfinished nodes go back to waiting, and so do submitted nodes that depend on them. Finished
 nodes stay finished, since their output is in the store.
@@ -174,7 +174,7 @@ class Dispatch:
         self._readable.add(version)
 
     def forget_version(self, version: int) -> None:
-        """Give no node this version from now on."""
+        """Hand out no node with this version from now on."""
         self._readable.discard(version)
 
     def on_worker_up(self, gang: str, worker: int) -> None:
@@ -226,7 +226,7 @@ class Dispatch:
 
     def reset_lost(self, addresses: Iterable[Address]) -> list[Address]:
         """Reset nodes whose attempts will not finish, and the submitted nodes that depend on them. Return all nodes
-        that were reset. A loss is counted for the named nodes only."""
+        that were reset. A loss is counted for the nodes in `addresses`, and not for the nodes that depend on them."""
         reset: list[Address] = []
         stack = [self._entries[address] for address in addresses]
         for entry in stack:
@@ -333,7 +333,7 @@ class Dispatch:
             self._add_unfinished_parents(entry.children, -1)
 
     def _add_unfinished_parents(self, children: Iterable[NodeEntry], change: int) -> None:
-        """Change the number of parents that each of these nodes waits for."""
+        """Add `change` to the number of parents that each of `children` waits for. Update which of them are ready."""
         for child in children:
             before = child.num_unfinished_parents
             child.num_unfinished_parents += change
@@ -354,13 +354,13 @@ class Dispatch:
         entry.is_ready = is_ready
 
     def _is_busy(self, gang: str) -> bool:
-        """Return True if anything is handed out to a gang. A node without a slot counts too, because a replica has its
-        rows."""
+        """Return True if anything is handed out to a gang. A node that has released its slot counts too, because a
+        replica still has the node's rows."""
         state = self._gangs[gang]
         return bool(state.submitted or state.without_slot or self.busy_replicas(gang) or any(state.loads.values()))
 
     def _first_ready(self, gang: str) -> Node | None:
-        """Return the most urgent node of a gang that waits only for a worker."""
+        """Return the most urgent of a gang's nodes that wait only for a worker, or None if there are no such nodes."""
         ready = (self._ready[gang, mode].first() for mode in Mode)
         return min((entry.node for entry in ready if entry is not None), default=None)
 
@@ -372,9 +372,9 @@ class Dispatch:
         return mode is _FREE or any(state.free_slots.values())
 
     def _would_delay_child(self, node: Node, state: _GangState) -> bool:
-        """Return True if submitted nodes of the gang have a child on this gang that is more urgent than `node` and
-        waits for nothing else. If `node` were handed out now, it would run before that child. For example, the critic's
-        update would delay the policy's publication, and so the next generation."""
+        """Return True if a child of submitted nodes waits only for submitted nodes of this gang, will run on this gang,
+        and is more urgent than `node`. If `node` were handed out now, it would run before that child. For example, the
+        critic's update would delay the policy's publication, and so the next generation."""
         for parent in state.submitted:
             for entry in self._entries[parent].children:
                 if entry.state is not _WAITING or entry.place.state is not state:

@@ -50,11 +50,12 @@ class WorkerQueues:
         self._running: defaultdict[tuple[str, int], set[Address]] = defaultdict(set)
         self._nodes: dict[Address, Node] = {}
         self._beside: set[Address] = set()
-        """Running nodes that only wait, in threads of their own. They do not count towards the worker's `threads`."""
+        """Running nodes that only wait for rows on other replicas, in threads of their own. They do not count towards
+        the worker's `threads`."""
 
     def hand_out(self, node: Node, worker: tuple[str, int], threads: int, unfinished: Iterable[Address]) -> None:
-        """Record that a node was handed to a worker that runs `threads` nodes at once. `unfinished`: its parents that
-        are not done."""
+        """Record that a node was handed to a worker that runs `threads` nodes at once. `unfinished`: the node's parents
+        that are not done."""
         address = node.address
         self._workers[address], self._nodes[address], self._threads[worker] = worker, node, threads
         parents = set(unfinished)
@@ -88,7 +89,7 @@ class WorkerQueues:
         self._begin(worker)
 
     def free_thread_of(self, address: Address) -> None:
-        """Record that a running node only waits from now on, in a thread of its own."""
+        """Record that a running node from now on only waits for rows on other replicas, in a thread of its own."""
         worker = self._workers.get(address)
         if worker is not None and address in self._running[worker]:
             self._running[worker].remove(address)
@@ -101,8 +102,8 @@ class WorkerQueues:
         return worker is not None and (address in self._running[worker] or address in self._beside)
 
     def nodes_before(self, address: Address) -> tuple[Address, ...]:
-        """Return the nodes that a worker runs now while the node at `address` is queued there. Empty if this node runs
-        itself, waits for parents, or is on no worker."""
+        """Return the nodes that a worker runs now while the node at `address` is queued there. Empty if this node is
+        itself running, waits for parents, or is on no worker."""
         worker = self._workers.get(address)
         if worker is None or address in self._unfinished or self.is_running(address):
             return ()
@@ -168,7 +169,7 @@ def node_state(done: bool, submitted: bool, parents_done: bool, running: bool) -
 def add_finished_steps(
     spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int, num_finished: int, max_nodes: int
 ) -> list[NodeStatus]:
-    """Return the open steps' statuses with finished steps filled in, parents before children.
+    """Return the statuses of all nodes of the open steps and of finished steps, parents before children.
 
     Args:
         statuses: every node of the open steps. All other steps below `admitted` are over. Some of them may lie between
@@ -226,7 +227,8 @@ def find_waits(
     Args:
         unfinished: every node that is not done. Any other parent counts as done.
         running: addresses of the nodes that run.
-        nodes_before: returns the nodes that a worker runs before a node that is queued there.
+        nodes_before: takes the address of a node, and returns the nodes that the node's worker runs while the node is
+            queued there.
     """
     parents = {
         address: [p for p in node.parents if p in unfinished] or [*nodes_before(address)]
@@ -287,7 +289,7 @@ class ObservedDispatch(Dispatch):
         return reset
 
     def statuses(self) -> list[NodeStatus]:
-        """Return the status of every node in the window, in the order admitted."""
+        """Return the status of every node in the window, in the order in which the nodes were admitted."""
         return [self._status(entry) for entry in self._entries.values()]
 
     def _status(self, entry: NodeEntry) -> NodeStatus:

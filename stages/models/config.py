@@ -10,7 +10,7 @@ from typing import Literal
 from storage.problems import Constraint, Problem, above, at_least, setting, unread_problems
 
 Offload = Literal["none", "gradients", "idle"]
-"""The parts of a gang's models that are moved off its devices while they are idle: see `stages/models/offload.py`."""
+"""The memory of a gang's models that is freed on the devices while it is not needed: see `stages/models/offload.py`."""
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """The modules of a dense model that Megatron can recompute. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
@@ -25,7 +25,7 @@ and up; down."""
 
 @dataclass
 class LayoutConfig:
-    """Megatron's parallel layout of one gang. Data parallelism is ranks / (tensor * pipeline)."""
+    """Megatron's parallel layout of one gang. The number of data-parallel ranks is ranks / (tensor * pipeline)."""
 
     tensor: int = setting(1, at_least(1))
     """Number of tensor-parallel ranks. Each holds a part of every block."""
@@ -56,7 +56,7 @@ class OptimizerConfig:
     """Learning rate. The steps of all optimizers are scaled to about the root mean square of adamw's steps, so a rate
     for adamw is a first choice for the others. At the same rate muon moves less in a short run."""
     warmup_steps: int = setting(0, at_least(0, " (0: none)"))
-    """PPO steps of linear warm-up."""
+    """Number of PPO steps in which the learning rate rises linearly to `lr`."""
     decay: Literal["linear", "cosine", "constant"] = "linear"
     """Decay after the warm-up. linear and cosine reach `min_lr` one step after the run's last step."""
     min_lr: float = setting(0.0, at_least(0))
@@ -76,8 +76,8 @@ class OptimizerConfig:
     max_grad_norm: float = setting(1.0, at_least(0, " (0: none)"))
     """Global norm that gradients are clipped to."""
     micro_batch_tokens: int = setting(4096, at_least(1))
-    """Maximum number of tokens per forward and backward pass, unless one row is longer. Gradients do not depend on
-    it."""
+    """Maximum number of tokens per forward and backward pass, unless one row is longer. Gradients do not depend on this
+    number."""
     micro_batch_rows: int | None = setting(None, at_least(1))
     """Maximum number of rows per forward and backward pass; null: as many as the tokens allow."""
     gradients_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -123,9 +123,9 @@ class ModelConfig:
     Its size may differ from the policy's. Its vocabulary must begin with the policy's. With `frozen_blocks` it must
     have the policy's architecture and frozen blocks."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the models' forward and backward passes. Master weights are float32, and so are gradients and moments
-    unless `policy` or `critic` says otherwise. On a CPU float16 runs in plain torch, which is several times as slow as
-    the other dtypes."""
+    """Dtype of the models' forward and backward passes. Master weights are float32. Gradients and moments are float32
+    too, unless section `policy` or `critic` chooses another dtype. On a CPU float16 runs in plain torch, which is
+    several times as slow as the other dtypes."""
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
@@ -148,7 +148,7 @@ class ModelConfig:
     `trunk/hit_rate` shows if the memory suffices. A token takes hidden size x 4 bytes: 2.3 KB for SmolLM2-135M, 16 KB
     for an 8B model. 0: nothing is kept."""
     critic_blocks: int | None = None
-    """Number of the critic's blocks above the frozen ones; null: as many as the policy."""
+    """Number of the critic's blocks above the frozen ones; null: all that its model has."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     eos_token_ids: list[int] = setting([])
     """End-of-sequence tokens; empty: the model's own."""
@@ -176,7 +176,8 @@ class ModelConfig:
         return self.critic if role == "critic" else self.policy
 
     def own_blocks(self, num_layers: int, *, is_critic: bool) -> int:
-        """Return the number of a role's blocks above the frozen ones, given its model's `num_layers`."""
+        """Return the number of a role's blocks above the frozen ones. `num_layers`: number of blocks of the model that
+        the role starts from."""
         above = num_layers - self.frozen_blocks
         return self.critic_blocks or above if is_critic else above
 
@@ -261,7 +262,7 @@ class SamplingConfig:
     """Settings of sampling. The trainer computes log-probs under the same distribution."""
 
     max_new_tokens: int = setting(64, at_least(1))
-    """Longest response. A response that reaches it without EOS counts as cut."""
+    """Maximum number of tokens in a response. A response that reaches this number without EOS counts as cut."""
     min_new_tokens: int = setting(0, at_least(0))
     """EOS cannot be sampled before this many tokens."""
     temperature: float = setting(1.0, at_least(0))

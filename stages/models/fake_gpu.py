@@ -79,8 +79,8 @@ class Usage:
 
 
 class Recorder(TorchDispatchMode):
-    """Owns the record of one rank. A storage counts as in use from the operation that made it until nothing refers to
-    it."""
+    """Records the memory, the operations and the collectives of one rank. A storage counts as in use from the operation
+    that made it until nothing refers to the storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +166,9 @@ class _FakeTensors(FakeTensorMode):
 
 
 class NoNumbers(TorchFunctionMode):
-    """Answers code that reads the numbers of a fake tensor. The answer is 0 for a number, False for a condition, and
-    `lists` for `tolist`. It also makes attention and norms use the operations that CUDA would use."""
+    """Answers code that reads the numbers of a fake tensor. The answer is 0 for a number, False for a condition, zeros
+    for `numpy`, and `lists` for `tolist`. This mode also makes attention and norms use the operations that CUDA would
+    use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,8 +203,8 @@ class NoNumbers(TorchFunctionMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The shapes of CUDA's RMS norm, which keeps its input and one number per row for the backward pass. (Other devices
-    keep the normed rows, too.)"""
+    """CUDA's RMS norm without its arithmetic: it only makes tensors of the right shapes. It keeps its input and one
+    number per row for the backward pass, as CUDA does. (Other devices keep the normed rows, too.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ hidden states [N, H]."""
 
 def in_buffers(model: GPTModel, blueprint: Blueprint, *, in_fp32: bool) -> DistributedDataParallel:
     """Return the model with its gradients (and under the distributed optimizer its weights) in Megatron's buffers.
-    `in_fp32`: gradients are float32, not of the weights' dtype."""
+    `in_fp32`: True for gradients in float32, False for gradients in the weights' dtype."""
     sharded, overlapping = blueprint.layout.distributed_optimizer, overlaps(blueprint)
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=sharded,
@@ -51,17 +51,17 @@ def in_buffers(model: GPTModel, blueprint: Blueprint, *, in_fp32: bool) -> Distr
 
 
 def overlaps(blueprint: Blueprint) -> bool:
-    """Return True if the exchange overlaps with the passes. It does with several data-parallel ranks and portable
-    kernels, which CUDA always has. The kernels for CPUs do not tell Megatron when a gradient is ready, and no core
-    would be free to send it."""
+    """Return True if the exchange overlaps with the passes: if there are several data-parallel ranks, and the kernels
+    are portable, as on CUDA. The kernels for CPUs do not tell Megatron when a gradient is ready, and no core would be
+    free to send the gradient."""
     return blueprint.kernels.portable and blueprint.parallel_rank.data_size > 1
 
 
 class _Buffers(DistributedDataParallel):
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
         """Return Megatron's hook, changed to do nothing if autograd has no gradient for the parameter. Then other code
-        has written the gradient into `main_grad`, and `registering` reports when it is complete. On CUDA autograd calls
-        this hook in another thread."""
+        has written the gradient into `main_grad`, and `registering` reports when this gradient is complete. On CUDA
+        autograd calls this hook in another thread."""
         ready: Callable[..., None] = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:
@@ -73,11 +73,12 @@ class _Buffers(DistributedDataParallel):
 
 def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
     """Return a loss whose backward pass also tells the buffers when the gradient of a policy's own output layer is
-    complete. `token_logprobs` writes this gradient into `main_grad`, where autograd does not see it.
+    complete. `token_logprobs` writes this gradient into `main_grad`, where autograd does not see it. Return `loss`
+    itself if the model has no such layer, or the exchange does not overlap.
 
-    The gradient is complete together with the gradient of the hidden states, since one function computes both. For an
-    output layer tied to the embedding of the same stage it is complete only after the embedding's part, which autograd
-    does see."""
+    The gradient is complete together with the gradient of the hidden states, since one function computes both. If the
+    output layer is tied to the embedding of the same stage, its gradient is complete only after the embedding's part,
+    which autograd does see."""
     weight = ddp.module.output_layer.weight if ddp.module.post_process and role is Role.POLICY else None
     bucket_group = ddp.param_to_bucket_group.get(weight)
     if bucket_group is None or not ddp.ddp_config.overlap_grad_reduce:

@@ -2,8 +2,8 @@
 
 Megatron fuses tensors that Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a
 key, the group's queries, the key and the value. Its `linear_fc1` holds, on each tensor-parallel rank, the rank's part
-of gate and then the rank's part of up. An adapter's B has the rows of the fused weight. Its A stacks the A matrices of
-its Hugging Face parts.
+of gate and then the rank's part of up. The B of an adapter has the rows of the fused weight. The A of an adapter stacks
+the A matrices that Hugging Face keeps for the separate tensors.
 
 Sizes that do not divide over the ranks are padded with zeros (see `spec.padded`). Hugging Face tensors have no padding.
 *Blocks* are numbered like Hugging Face's layers, from 0 at the bottom of the whole model.
@@ -60,7 +60,7 @@ PARTS = {
     "mlp.linear_fc1.weight": (GATE_PROJ, UP_PROJ),
     "mlp.linear_fc2.weight": (DOWN_PROJ,),
 }
-"""Megatron's name of a linear's weight -> the parts of a layer (by Hugging Face's names) that it holds, in this
+"""Megatron's name of a linear's weight -> the parts of a layer (by Hugging Face's names) that the weight holds, in this
 order."""
 _NORMS = {
     "input_layernorm.weight": INPUT_NORM,
@@ -179,8 +179,8 @@ def from_hf(
 
 
 def part_of_rows(name: str, spec: ModelSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Return, for each row of a fused weight on this tensor-parallel rank, the index in `PARTS[name]` of the Hugging
-    Face part that it belongs to. The indices are found by cutting a tensor of indices in the same way as the weight."""
+    """Return the part that each row of a fused weight on this tensor-parallel rank belongs to: the part's index in
+    `PARTS[name]`. The indices are found by cutting a tensor of indices in the same way as the weight."""
     shapes = layer_shapes(spec)
     numbers = {
         layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
@@ -204,8 +204,8 @@ class HFPart:
     size: int
     """Length of `axis` in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
     spans: tuple[tuple[int, int], ...] = ()
-    """If the parts differ in length: (index of the first element along `axis` in the whole tensor, number of elements)
-    of each rank's part. Empty if all parts have the length of `tensor`, padding included."""
+    """(Index of the first element along `axis` in the whole tensor, number of elements) of each rank's part, if the
+    parts differ in length. Empty if all parts have the length of `tensor`, padding included."""
 
     def gather_tensor(self, gather: Gather) -> Tensor:
         """Return the whole tensor, a view if possible. Not for parts that differ in length."""
@@ -215,14 +215,16 @@ class HFPart:
         return _join(gather(self.tensor), self.axis).narrow(self.axis, 0, self.size).reshape(self.shape)
 
     def local_part(self, tp_rank: int) -> tuple[int, Tensor]:
-        """Return (index of this rank's first element along `axis` in the whole tensor, its part without padding)."""
+        """Return (index of this rank's first element along `axis` in the whole tensor, this rank's part without
+        padding)."""
         if self.axis is None:
             return 0, self.tensor
         first, length = self.span(tp_rank)
         return first, self.tensor.narrow(self.axis, 0, length)
 
     def span(self, tp_rank: int) -> tuple[int, int]:
-        """Return (index of a rank's first element along `axis` in the whole tensor, number of its elements)."""
+        """Return (index of a rank's first element along `axis` in the whole tensor, number of the rank's elements along
+        `axis`). Padding does not count."""
         if self.spans:
             return self.spans[tp_rank]
         length = self.tensor.shape[self.axis or 0]

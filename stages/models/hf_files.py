@@ -210,13 +210,14 @@ def tensor_shape(path: str, name: str) -> tuple[int, ...] | None:
 
 
 def is_classifier(path: str) -> bool:
-    """Return True if a model directory's config.json names a model with a head in place of the output layer."""
+    """Return True if a model directory's config.json names a sequence classifier: a model with a head in place of the
+    output layer."""
     return any(name.endswith("ForSequenceClassification") for name in read_config(path).get("architectures") or ())
 
 
 def head_problem(path: str, spec: ModelSpec) -> str | None:
-    """Return why a reward model cannot use the head in a model directory. Return None if it can, or if there is no
-    head."""
+    """Return why a reward model cannot use the head in a model directory. Return None if it can use the head, or if
+    there is no head."""
     shape, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
     if shape is None or shape == wanted:
         return None
@@ -273,8 +274,8 @@ def read_tokenizer(path: str, pad_token: str | None = None) -> Tokenizer:
     """Return the tokenizer of a model.
 
     `pad_token` is the token to pad with. None chooses the tokenizer's own pad token. If the tokenizer has none, or its
-    pad token is an EOS, `_unused_special` chooses. If that finds no token either, the tokenizer's `pad_id` raises
-    PadTokenError.
+    pad token is an EOS, `_unused_special` chooses. If `_unused_special` finds no token either, reading `pad_id` of the
+    returned tokenizer raises PadTokenError.
 
     Raises PadTokenError if `pad_token` is an EOS or not in the vocabulary."""
     if is_random(path):

@@ -157,8 +157,8 @@ _LAYERS, _OF_LAYERS = "num_hidden_layers", "layer_types"
 
 
 def write_lowest_blocks(directory: Path, source: str, blocks: int) -> None:
-    """Write the lowest `blocks` blocks of `source` as a model, with its embeddings, final norm and head: config,
-    weights in their stored dtype, tokenizer. Create the directory."""
+    """Write a model of the lowest `blocks` blocks of `source`, and of the embeddings, final norm and head of `source`.
+    Create the directory. Write config, weights in their stored dtype, and tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     kept = {}
     for name, tensor in read_weights(source).items():

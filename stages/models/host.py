@@ -45,8 +45,8 @@ from storage.weights import Manifest, WeightBoard
 
 
 class MegatronHost:
-    """Owns this rank's models, their optimizers and its membership of the gang's process group. Implements ModelHost;
-    stages/models/protocol.py says what each method promises."""
+    """Owns the models and optimizers of this rank, and the rank's membership of the gang's process group. Implements
+    ModelHost; stages/models/protocol.py says what each method promises."""
 
     def __init__(
         self,
@@ -218,8 +218,8 @@ class MegatronHost:
         return publication.publish(self._clean(Role.POLICY).model, self._blueprint, board, version)
 
     def published_blocks(self) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-        """Yield (part, rows of the part, the rows as an array) for every block that this rank writes when the policy is
-        published."""
+        """Yield what this rank writes when the policy is published, in blocks of rows: (part of a published tensor,
+        rows of this part, the rows as an array)."""
         model = self._clean(Role.POLICY).model
         return publication.own_blocks(model, self._blueprint, publication.own_slabs(model, self._blueprint))
 
@@ -281,7 +281,8 @@ class MegatronHost:
         return self._trainers[role]
 
     def _trainer(self, role: Role, *, whole: bool = False) -> Trainer:
-        """Return the role's trainer with its weights on the device; with `whole` its optimizer state too."""
+        """Return the role's trainer, with the role's weights on the device. `whole`: True if the optimizer state must
+        be there too. Under `offload = idle`, first offload the other roles."""
         trainer = self._placed(role)
         self._put_to_sleep(but=role)
         trainer.weights.wake()

@@ -151,7 +151,7 @@ class CausalAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(self, query_NKD: Tensor, key_NGD: Tensor, value_NGD: Tensor, packing: Packing) -> Tensor:
-        """Return [N, K * D]."""
+        """Return the output of the attention, [N, K * D]."""
         if _SHARES_KEYS and not (self.config.deterministic_mode or query_NKD.is_cpu or query_NKD.dtype.itemsize > 2):
             starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
             options: Any = {"window_size": (-1, 0), "scale": self.scale, "enable_gqa": True}  # causal, without a window

@@ -91,7 +91,8 @@ def layout_problems(
 
 
 def check_layout(model: ModelConfig, specs: Mapping[Role, ModelSpec], layout: LayoutConfig, num_ranks: int) -> None:
-    """Raise ValueError, naming the key, for a layout that does not fit the gang or cannot hold its roles' models."""
+    """Raise ValueError, naming the key, if a layout does not fit `num_ranks` ranks, or cannot hold the models in
+    `specs`."""
     of_roles = (
         chain(blocks_problems(model, role, spec), layout_problems(model, role, spec, layout))
         for role, spec in specs.items()

@@ -171,8 +171,8 @@ def share_frozen(model: GPTModel, first_block: int, shared: FrozenWeights) -> No
 
 
 def let_gradients_pass(model: GPTModel) -> None:
-    """Make the embedding's output require a gradient in training. Otherwise no input of a recomputed block requires
-    one, and Megatron's recomputation gives no gradients to the adapters in the block."""
+    """Make the embedding's output require a gradient in training. Otherwise no input of a recomputed block requires a
+    gradient, and Megatron's recomputation gives no gradients to the adapters in the block."""
 
     def ask(_: Module, __: object, hidden: Tensor) -> Tensor:
         return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
@@ -207,8 +207,8 @@ def _add_adapter(
 
 
 def _drawn(key: str, shape: tuple[int, int]) -> Tensor:
-    """Return normal random numbers [rank, inputs] with variance 1 / (3 inputs). numpy's generator gives the same
-    numbers on every processor."""
+    """Return normal random numbers [rank, inputs] with variance 1 / (3 inputs), which depend only on `key` and `shape`.
+    numpy's generator gives the same numbers on every processor."""
     generator = np.random.default_rng(list(hashlib.blake2b(key.encode(), digest_size=16).digest()))
     return torch.from_numpy(generator.standard_normal(shape, np.float32)) / math.sqrt(3 * shape[1])
 

@@ -47,7 +47,8 @@ class MatrixOptimizer(BlockAdamW):
     def __init__(
         self, replaced: torch.optim.Optimizer, config: OptimizerConfig, parts: Mapping[Tensor, Sequence[Rows]]
     ) -> None:
-        """`replaced`: torch's AdamW, whose tensors and settings this optimizer gets."""
+        """`replaced`: torch's AdamW, whose tensors and settings this optimizer takes over. `parts`: result of
+        `parts_of`."""
         super().__init__(replaced, DTYPES[config.moments_dtype])
         self._parts = parts
         nothing = [torch.empty(1, 1)]

@@ -168,8 +168,8 @@ def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
 
 
 def _vocabulary_matrices(gang: GangModels, role: Role, stage: int) -> int:
-    """Return how many matrices [vocabulary, hidden] of a role's model a stage holds: its embedding and its output
-    layer."""
+    """Return the number of matrices [vocabulary, hidden] that a stage holds of a role's model, from 0 to 2: the
+    embedding, and the output layer if it has memory of its own."""
     frozen, pipeline = gang.model.frozen_blocks, gang.layout.pipeline
     number = int(stage == 0 and not frozen)
     if stage == pipeline - 1 and role is not Role.CRITIC:
@@ -214,7 +214,8 @@ def moments_bytes(gang: GangModels, role: Role, stage: int) -> int:
 
 def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
     """Return the operations of Muon's five iterations on all matrices of a stage's blocks, in one optimizer step. For a
-    matrix with sides m <= n, an iteration has two products of m x m x n and one of m x m x m."""
+    matrix with sides m <= n, an iteration has two products of m x m x n and one product of m x m x m. Return 0 for
+    other optimizers."""
     if gang.model.optimizer_of(role).optimizer != "muon":
         return 0
     sides = [sorted(shape) for shape in layer_shapes(gang.spec_of(role)).values() if len(shape) == 2]
@@ -305,8 +306,10 @@ def block_activations(
         scores: number of scores that a head computes for each token, if attention computes a matrix of scores
             (`GangModels.computes_scores`); 0 otherwise.
 
-    The table lists the kept tensors. h is the hidden size, f the MLP's width, q and k are the widths of queries and of
-    keys, and d is `dtype_bytes`. With several tensor-parallel ranks they are this rank's part of the padded model.
+    The table lists the tensors that are kept without recomputation. h is the hidden size, f the MLP's width, q and k
+    are the widths of queries and of keys, and d is `dtype_bytes`. With several tensor-parallel ranks, f, q and k are
+    this rank's part of the padded model. Sequence parallelism divides the norms' tensors among these ranks too. Under
+    `recompute: full` only the block's input is kept.
 
         on a CPU
         norms (2)      4 h for the residual stream, 4 for a scale, d h for the input of the linears
@@ -511,7 +514,7 @@ def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[in
 
 
 def _gathered_bytes(gang: GangModels, largest: int) -> int:
-    """Return the bytes that a whole tensor takes while it is gathered and, with LoRA, merged."""
+    """Return the bytes that a whole tensor of `largest` elements takes while it is gathered and, with LoRA, merged."""
     number, lora = gang.dtype_bytes, gang.model.lora.rank
     return (3 if gang.layout.tensor > 1 else 1) * number * largest + (2 * 4 * largest if lora else 0)
 

@@ -37,8 +37,8 @@ def rank_micro_batches(
 
     With frozen blocks a row always goes to the same data-parallel rank, which keeps the row's hidden states. Without
     frozen blocks every data-parallel rank gets nearly the same number of tokens. With `never_empty`, a rank without
-    rows gets a masked row, on which the loss does not depend. It needs a row, because every rank takes part in the
-    reduction of gradients.
+    rows gets a masked row, on which the loss does not depend. The rank needs a row, because every rank takes part in
+    the reduction of gradients.
     """
     rank, mask = blueprint.parallel_rank, rollout.response_mask
     rows = np.sort(rows)  # the same set of rows is cut the same way, whatever its order in an epoch
@@ -65,8 +65,9 @@ def rank_micro_batches(
 
 
 def work_of(blueprint: Blueprint, role: Role, mask: np.ndarray, seconds: float, peak_flops: float) -> UpdateWork:
-    """Return the work of training a role on rows with this response_mask. `peak_flops`: peak operations per second of
-    all ranks together."""
+    """Return the work of an update: the number of tokens, the operations and the time. `mask`: response_mask of the
+    rows that the role was trained on; `seconds`: time of the update; `peak_flops`: peak operations per second of all
+    ranks together."""
     lengths, spec, is_critic = row_lengths(mask), blueprint.spec, role is Role.CRITIC
     model = blueprint.model
     flops = update_flops(
@@ -82,7 +83,7 @@ def work_of(blueprint: Blueprint, role: Role, mask: np.ndarray, seconds: float, 
 
 
 def peak_of_a_rank(blueprint: Blueprint) -> float:
-    """Return this rank's peak operations per second: from `model.peak_tflops`, or measured if it is null."""
+    """Return this rank's peak operations per second: from `model.peak_tflops`, or measured if that setting is null."""
     if blueprint.model.peak_tflops is not None:
         return blueprint.model.peak_tflops * 1e12
     return measured_peak(blueprint.dtype, blueprint.parallel_rank.device, blueprint.products)

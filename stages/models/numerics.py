@@ -63,8 +63,8 @@ class ProductChoice:
 def choose_products(
     asked: Literal["auto", "torch", "onednn"], dtype: torch.dtype, device: torch.device
 ) -> ProductChoice:
-    """Return the gang's choice, which rank 0 makes and broadcasts. Block until every rank takes part. Raises
-    ValueError, naming the key, for `onednn` if it cannot be used."""
+    """Return the gang's library for matrix products. Rank 0 chooses it and broadcasts the choice. Block until every
+    rank takes part. Raises ValueError, naming the key, if `asked` is `onednn` and oneDNN cannot be used."""
     has_choice = dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
     if asked == "onednn" and not has_choice:
         raise ValueError(
@@ -89,9 +89,9 @@ def choose_by_vendor(vendor: str) -> tuple[Products, str]:
 
 
 def rows_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the multiple that the number of tokens in a product is rounded up to. On a CPU torch caches its code for
-    every shape of a 16-bit product, some 0.5 MiB each, without limit. Without the rounding a trainer grew by 600 MiB in
-    150 updates, since its rows had many lengths."""
+    """Return the number whose multiples the number of tokens in a product is rounded up to; 1: no rounding. On a CPU
+    torch caches its code for every shape of a 16-bit product, some 0.5 MiB each, without limit. Without the rounding a
+    trainer grew by 600 MiB in 150 updates, since its rows had many lengths."""
     return 64 if device.type == "cpu" and dtype.itemsize < 4 else 1
 
 
@@ -121,8 +121,9 @@ def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
     """Return x @ weight.T of float32 tensors that hold bfloat16 values, summed in float32 without rounding.
 
     oneDNN multiplies them as bfloat16. This is several times as fast on a processor with bfloat16 products. (torch's
-    product of bfloat16 tensors rounds its result.) The setting applies to the whole process. It would round the float32
-    products of other threads meanwhile, but a rank's process has no other threads that compute products.
+    product of bfloat16 tensors rounds its result.) The call changes a setting of the whole process until it returns.
+    Meanwhile the float32 products of other threads would be rounded, but no other thread of a rank's process computes
+    products.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
@@ -185,8 +186,9 @@ order of arrival)."""
 
 
 def set_numerics(model: ModelConfig) -> None:
-    """Set up the process's products as the config says. Call it before the first product and before NCCL's groups are
-    created. Raises ValueError, naming the key, for TF32 without CUDA."""
+    """On CUDA, set TF32 and determinism for the whole process as the config says. Without CUDA, change nothing. Call it
+    before the first product and before NCCL's groups are created. Raises ValueError, naming the key, for TF32 without
+    CUDA."""
     if not torch.cuda.is_available():
         if model.tf32:
             raise ValueError("model.tf32 = True: float32 products of NVIDIA GPUs; this process has none")

@@ -124,8 +124,8 @@ class PortableKernels(ComposedKernels):
 
 
 def rotate(x_NKD: Tensor, angles: RotaryAngles) -> Tensor:
-    """Return heads [N, heads, D] rotated by the angles of their token's position, computed in float32 and returned in
-    x's dtype."""
+    """Return the heads `x_NKD` [N, heads, D], rotated by the angles of each token's position. The rotation is computed
+    in float32, and returned in x's dtype."""
     cosine_N1D, sine_N1D = (table[angles.positions, None] for table in (angles.cosines, angles.sines))
     a, b = x_NKD.float().chunk(2, -1)
     turned = torch.cat([a * cosine_N1D - b * sine_N1D, b * cosine_N1D + a * sine_N1D], -1)
@@ -316,7 +316,7 @@ class _Add(torch.autograd.Function):
 
 def _layout(sizes: HeadSizes, row: int) -> tuple[tuple[_Heads, bool], ...]:
     """Return (position in a row of `linear_qkv`'s output, True if the rotary embedding applies) for queries, for keys
-    and for values."""
+    and for values. `row`: length of a row."""
     queries, group = sizes.queries_per_group, (sizes.queries_per_group + 2) * sizes.dim
     return (
         (_Heads(row, 0, group, queries, sizes.groups * queries, sizes.dim), True),
@@ -341,12 +341,12 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 def choose_kernels(
     asked: Literal["auto", "native", "torch", "portable"], dtype: torch.dtype, device: torch.device
 ) -> BlockKernels:
-    """Return the gang's kernels. Rank 0 decides for all ranks, since the last bits of a run depend on the choice. Block
-    until every rank takes part.
+    """Return the gang's kernels. On a CPU, unless `asked` is `portable`, rank 0 decides for all ranks, since the last
+    bits of a run depend on the choice. The call then blocks until every rank takes part.
 
     Raises ValueError, naming the key, for kernels that do not support the dtype or the device. Raises
     NoNativeKernelsError if the C kernels were chosen and this machine cannot build them. Under `auto`, rank 0 chooses
-    plain torch if its own machine cannot build them.
+    plain torch if its own machine cannot build the C kernels.
     """
     on_cpu = device.type == "cpu"
     fits = on_cpu and dtype in NATIVE_DTYPES

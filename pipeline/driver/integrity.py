@@ -55,8 +55,8 @@ class Repairs:
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
     expected_digests: Mapping[Address, str] = field(default_factory=dict)
-    """Address of a lost output -> digest of the content that committed outputs were made from. Only outputs that were
-    inputs of committed outputs are included, without those in `unneeded_outputs`."""
+    """Address of a lost output -> digest of the content that committed outputs were made from. A lost output is left
+    out if no committed output was made from it, or if it is in `unneeded_outputs`."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
     """Address of a shard of rollouts in `expected_digests` -> version of the weights that sampled it. Empty under
     `rollout.versions: exact`, where the graph fixes this version."""
@@ -152,8 +152,8 @@ def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
 
 
 def lineage_faults(commits: Iterable[Commit], committed: Mapping[Address, Commit]) -> Iterator[str]:
-    """Yield a text for each output of `commits` and each of its inputs whose content has changed since. `committed`:
-    address -> present commit, which has the present content. Inputs without a present commit are ignored."""
+    """Compare the inputs that `commits` name with the present commits of these inputs (`committed`, by address). Yield
+    a text for each input whose content differs. Inputs without a present commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
             found_commit = committed.get(one.address)
@@ -297,7 +297,7 @@ class Rewind:
     copies: tuple[str, ...]
     """Object store keys of the files of later checkpoints and exports."""
     archive: str
-    """Key of the archive, in the run's directory and in its object store."""
+    """Key of the archive: its path below the run's directory, and below the run's place in the object store."""
 
     def __str__(self) -> str:
         start = f"checkpoint v{self.version}" if self.version else "its start (no checkpoint can be used)"
@@ -306,7 +306,7 @@ class Rewind:
 
 def plan_rewind(history: History, stored: RunStorage) -> Rewind:
     """Return the rewind to the newest version from which the run can continue. Every trained model must have an
-    undamaged checkpoint of that version. If there is none, return the rewind to the start. Moves nothing."""
+    undamaged checkpoint of that version. If no version fits, return the rewind to the start. Moves nothing."""
     checkpoints, paths = stored.checkpoints(), RunPaths(stored.directory)
     committed = set(history.ledger.addresses())
     ledger = history.ledger

@@ -61,8 +61,8 @@ def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
 
 
 class WeightOrders:
-    """Sends the orders about weights on other hosts. Owns what they need: the publisher's host, and the versions that
-    no open node reads."""
+    """Sends the orders about weights on other hosts. Owns the data for these orders: the publisher's host, and the
+    versions that no open node reads."""
 
     def __init__(self, context: Context, supervision: Supervision) -> None:
         self._client = context.client
@@ -218,7 +218,7 @@ class DeviceOrders:
         return began
 
     def on_report(self, report: SleepReport) -> None:
-        """Take a worker's report that it freed its devices, or failed to.
+        """Take a worker's report that it freed its devices, or failed to. A worker that failed counts as lost.
 
         Raises:
             StageFailed: the worker was lost too often.
@@ -263,7 +263,8 @@ class DeviceOrders:
         order_sleep(self._context.client, [addresses[name] for name in names if name in addresses], leaving.number)
 
     def _finish_handovers(self) -> bool:
-        """Finish the hand-overs whose workers have all freed their devices. Return True if there were any."""
+        """Finish the hand-overs whose workers have all freed their devices. Return True if at least one is finished
+        now."""
         over = [one for one in self._leaving if not one.pending_workers]
         self._leaving = [one for one in self._leaving if one.pending_workers]
         for one in over:

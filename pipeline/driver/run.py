@@ -115,7 +115,8 @@ def run(
         immediate_signals: signals that end the run with TerminatedEarly, for a job that is started again. If any are
             given, no summary is made after such a signal or if workers are missing.
         json_lines: show progress as lines of JSON, for a program that reads them.
-        callbacks: called with (step, metrics) when a step is over, and with (version, metrics) when an evaluation is.
+        callbacks: called with (step, metrics) when a step's updates and publication are committed, and with (version,
+            metrics) when a version's evaluation is complete.
 
     Raises:
         ConfigError: the config cannot work, and nothing was started. Or the run cannot go on without a worker that it

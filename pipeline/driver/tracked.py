@@ -54,7 +54,7 @@ def tracked_params(config: RunConfig) -> dict[str, str]:
 
 
 def _unread_keys(config: RunConfig) -> Iterator[str]:
-    """Yield the prefixes of keys that the run does not read."""
+    """Yield the prefixes of the config keys that the run does not read."""
     yield "slurm."  # the job's tags have the resources
     for gang in config.gangs():
         if gang.is_ordered:

@@ -92,7 +92,8 @@ class StageFailed(RuntimeError):
 
 
 class WorkersMissing(StageFailed):
-    """A worker that the run needs did not start in time. It may be able to start on other nodes of the cluster."""
+    """A worker that the run needs did not start in time. The worker may be able to start on other nodes of the
+    cluster."""
 
 
 class StoredWrongly(StageFailed):

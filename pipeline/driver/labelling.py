@@ -69,7 +69,8 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
 
     Raises:
         ConfigError: the config cannot work. The judge was not asked.
-        StageFailed: the judge refuses or cannot be reached, or its budget is spent. Its answers so far are kept.
+        StageFailed: the judge refuses or cannot be reached, or its budget is spent. The judge's answers so far are
+            kept.
     """
     root = config.run_dir
     _check_directory(config)

@@ -88,7 +88,7 @@ class WeightOrders:
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)
 
     def order_release(self, version: int) -> None:
-        """Order that a version is removed from the boards that the driver does not see."""
+        """Order workers to remove a version from the boards that the driver does not see."""
         self._unread.add(version)
         order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), [version])
 

@@ -324,8 +324,8 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
 
 
 def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:
-    """Return the attributes that explain the rollout store to people who open it without Stageline. They depend only on
-    config and identity, so a resumed run writes the same."""
+    """Return the attributes that explain the rollout store to people who open it without Stageline. The attributes
+    depend only on config and identity, so a resumed run writes the same."""
     stated = identity.latest
     return {
         "title": f"rollouts of the Stageline run {config.name}",

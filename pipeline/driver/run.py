@@ -119,8 +119,8 @@ def run(
             metrics) when a version's evaluation is complete.
 
     Raises:
-        ConfigError: the config cannot work, and nothing was started. Or the run cannot go on without a worker that it
-            refused, because of the worker's numerics or its host.
+        ConfigError: the config cannot work, and nothing was started. Or a worker was refused because of its numerics or
+            its host, and the run cannot go on without this worker.
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         StoreError: the stored data is inconsistent; nothing was started.
         AppendFailed: the journal or the tracking spool could not be written.
@@ -189,7 +189,7 @@ class StartedRun:
 
     run: Run
     board: WeightBoard | None
-    """Board of published weights. None if workers are attached, because all boards are then on their hosts."""
+    """Board of published weights. None if workers are attached, because all boards are then on the workers' hosts."""
     cluster: Cluster
     journal: Journal
     progress: Progress
@@ -213,8 +213,8 @@ def _freeze_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _detach_if_continued(run: Run) -> Iterator[None]:
-    """Leave tracking open if another job continues the run. Turn a StoreError into StoredWrongly, since it means that
-    stored data is damaged. Leave StoreRefused as it is."""
+    """Leave tracking open if another job continues the run. Turn a StoreError into StoredWrongly, since a StoreError
+    during the run means that stored data is damaged. Leave StoreRefused as it is."""
     try:
         yield
     except run.continuing_errors as error:
@@ -403,8 +403,8 @@ class _Driver(ExecutorEvents):
         self._flow.on_node_done(node)
 
     def on_worker_replaced(self) -> None:
-        """Clean up after a dead worker process, now that its replacement is up: release the versions of the weights
-        that the dead process still held, and move the files that it had committed into place."""
+        """Clean up after a dead worker process, now that its replacement is up. Release the versions of the weights
+        that the dead process still held. Move the files that the dead process had committed into place."""
         if self._unread_versions is not None:
             self._unread_versions.release_unleased()
         self._history.store.recover(discard=False)

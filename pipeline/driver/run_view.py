@@ -52,8 +52,8 @@ _REQUEST_AGE_S = 5.0
 _TIMEOUT_S = 3.0
 """Longest time that a request waits for the driver's next `update`."""
 _MAX_READS = 64
-"""Maximum number of commits that one `update` reads for the curves. A long run that is resumed has more, so several
-updates read them."""
+"""Maximum number of commits that one `update` reads for the curves. A long run that is resumed has more commits, which
+are read by several updates."""
 
 
 class RunView:

@@ -37,8 +37,8 @@ _BLOCKING_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENO
 
 @contextmanager
 def refuse_unwritable_directory(config: RunConfig) -> Iterator[None]:
-    """Return a context for the first writes into a run's directory. If one of them fails because the directory cannot
-    be written, the context raises ConfigError."""
+    """Return a context for the first writes into a run's directory. The context raises ConfigError if a write fails
+    because the disk is full, or because the directory cannot be written."""
     try:
         yield
     except StoreRefused as error:
@@ -108,8 +108,8 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
 @contextmanager
 def start_cluster(config: RunConfig) -> Iterator[Cluster]:
     """Yield the run's cluster. Local workers are started while the terminal's signals are blocked, and inherit that
-    signal mask. A terminal sends its signals to the whole process group, but only the driver must react to them: it
-    ends the workers."""
+    signal mask. A terminal sends its signals to the whole process group, but only the driver must react to them: the
+    driver then ends the workers."""
     logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor reports losses itself
     if config.cluster.kind == "attached":
         with AttachedWorkers(config, weights_bytes(config)) as attached:

@@ -184,8 +184,9 @@ class HeartbeatWatch:
 
 
 def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
-    """Return True if a process that is being built has sent no heartbeat for so long that it counts as stopped. The
-    limit is a third of the start timeout, but at least `_MIN_SILENCE_S`. A slow process still sends heartbeats."""
+    """Return True if a process counts as stopped during its build, because it has sent no heartbeat for longer than a
+    limit. The limit is a third of the start timeout, but at least `_MIN_SILENCE_S`. A slow process still sends
+    heartbeats."""
     return silent_s > max(start_timeout_s / 3, _MIN_SILENCE_S)
 
 
@@ -213,16 +214,16 @@ class _Worker:
     - while it is up and not a suspect: none; the time is infinite
     """
     has_joined: bool = False
-    """True if the scheduler knows its process."""
+    """True if the scheduler knows the worker's process."""
     is_left_out: bool = False
-    """True while its pool goes on without it: while it waits for the next try, and during this try."""
+    """True while the pool goes on without this worker: while the worker waits for the next try, and during this try."""
     is_up: bool = False
     address: str | None = None
     """The worker's Dask address; None until the worker is built."""
     host: str = ""
     """The worker's host; empty until the worker is built."""
     last_progress_s: float = 0.0
-    """Time at which its process last finished a node; 0 if it has finished none."""
+    """Time at which the worker's process last finished a node; 0 if it has finished none."""
     error: BaseException | None = None
     """Error of a build that may have failed because a peer died."""
 
@@ -246,7 +247,7 @@ class Supervision:
 
         Args:
             mirror: takes the name of a gang, and returns how the gang's workers exchange weights with other hosts.
-                Returns None if they do not.
+                Returns None if these workers exchange no weights.
             on_down: called with (worker, suspect) when a worker must get no more work, because it is a suspect or its
                 restart unit is about to be killed.
             on_built: called with (worker, numerics) before a worker gets work. If it raises ConfigError, the worker
@@ -374,7 +375,7 @@ class Supervision:
         """Handle the refusal of a worker that asked to join an attached run.
 
         Raises:
-            ConfigError: its host is unfit, and no other worker can do its work.
+            ConfigError: the worker's host is unfit, and no other worker can do its work.
         """
         key = refusal.gang, refusal.index
         worker = self._workers.get(key)
@@ -457,7 +458,7 @@ class Supervision:
 
     def _check_joined_processes(self) -> None:
         """Start the build deadline of each worker whose process has joined. Treat a worker as lost if its heartbeats
-        stop while it is built (which may raise StageFailed)."""
+        stop during its build. Raises StageFailed if a worker was lost too often."""
         awaited = {key: one for key, one in self._workers.items() if one.build is not None and not one.is_up}
         now, start_s = self._context.now(), self._context.settings.start_timeout_s
         silent = self._heartbeats.silent_seconds(last_heartbeats(self._context.client), now) if awaited else {}
@@ -480,7 +481,7 @@ class Supervision:
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _leave_out(self, key: WorkerKey, error: Exception, *, retry_at_join: bool = False) -> None:
-        """Leave a worker out, if another replica of its pool is up or being built. It is built again after
+        """Leave a worker out, if another replica of its pool is up or being built. The worker is built again after
         `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins.
 
         Raises:
@@ -513,8 +514,8 @@ class Supervision:
         kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
 
     def _build(self, unit: Sequence[WorkerKey], incarnation: int, *, left_out: bool = False) -> None:
-        """Submit the builds of a restart unit. They run as soon as the processes have joined. In a gang of several
-        ranks, rank 0 first opens the rendezvous."""
+        """Submit the builds of a restart unit. The builds run as soon as the unit's processes have joined. In a gang of
+        several ranks, rank 0 first opens the rendezvous."""
         gang = self._context.gangs[unit[0][0]]
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
         rendezvous = [self._submit("rendezvous", open_rendezvous, specs[0])] if len(unit) > 1 else []

@@ -187,7 +187,7 @@ class SystemMetrics:
         self._next = now() + SAMPLE_INTERVAL_S
 
     def sample_if_due(self) -> None:
-        """Track a sample if it is due. The driver's thread calls it about once a second."""
+        """Track a sample if the next one is due. The driver's thread calls this method about once a second."""
         now = self._now()
         if now < self._next:
             return

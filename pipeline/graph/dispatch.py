@@ -76,18 +76,18 @@ class NodeEntry:
     attempts: int = 0
     times_lost: int = 0
     num_unfinished_parents: int = 0
-    """Number of parents that it still waits for."""
+    """Number of parents that the node still waits for."""
     submit: Submit | None = None
     holds_capacity: bool = False
-    """True while it occupies a slot, or counts in a gang's or a replica's load."""
+    """True while the node occupies a slot, or counts in a gang's or a replica's load."""
     is_ready: bool = False
-    """True while it waits only for a worker."""
+    """True while the node waits only for a worker."""
     in_heap: bool = False
-    """True while it is in the heap of its `ReadyNodes`."""
+    """True while this entry is in the heap of `place.ready`."""
     followers: list[NodeEntry] = field(default_factory=list)
-    """Admitted FREE nodes of the same step that depend on it. They may be submitted before it is done."""
+    """Admitted FREE nodes of the same step that depend on this node. They may be submitted before this node is done."""
     children: list[NodeEntry] = field(default_factory=list)
-    """The other admitted nodes that depend on it. They wait until it is done."""
+    """All other admitted nodes that depend on this node. They wait until this node is done."""
 
 
 @dataclass(eq=False)
@@ -188,8 +188,9 @@ class Dispatch:
         self._mark_all_changed()
 
     def on_worker_down(self, gang: str, worker: int) -> list[Address]:
-        """Record that a replica, or any rank of an ordered gang, is lost or overdue. It gets no nodes until
-        `on_worker_up`. Reset its nodes and return all nodes that were reset; their futures must be released."""
+        """Record that a replica, or any rank of an ordered gang, is lost or overdue. The replica or gang gets no nodes
+        until `on_worker_up`. Reset its nodes and the submitted nodes that depend on them. Return all nodes that were
+        reset; the caller must release their futures."""
         state = self._gangs[gang]
         if state.gang.is_ordered:
             state.is_up = False

@@ -46,7 +46,8 @@ class WorkerQueues:
         self._children: defaultdict[Address, set[Address]] = defaultdict(set)
         """Parent that is not done -> the nodes that were handed out ahead of it."""
         self._queued: defaultdict[tuple[str, int], list[Node]] = defaultdict(list)
-        """A heap per worker. A node that has left its worker stays in the heap until it reaches the top."""
+        """Worker -> heap of the nodes that are queued on it. A node that has left its worker stays in the heap until it
+        reaches the top."""
         self._running: defaultdict[tuple[str, int], set[Address]] = defaultdict(set)
         self._nodes: dict[Address, Node] = {}
         self._beside: set[Address] = set()

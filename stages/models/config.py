@@ -91,7 +91,7 @@ class OptimizerConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021). With them only the adapters and the critic's head are trained."""
+    """Low-rank adapters (Hu et al. 2021). With adapters, only the adapters and the critic's head are trained."""
 
     rank: int = setting(0, at_least(0))
     """Rank of every adapter. 0: there are no adapters, and the models' own weights are trained. Otherwise the models'
@@ -116,12 +116,12 @@ class ModelConfig:
     The name of a random model: `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of
     Llama-3.1-8B or 70B. Nothing is downloaded."""
     reference_path: str | None = None
-    """Reference model of the KL; null: the model at `path`. It must have the policy's vocabulary, and with
-    `frozen_blocks` also the policy's architecture and frozen blocks."""
+    """Reference model of the KL; null: the model at `path`. The reference model must have the policy's vocabulary, and
+    with `frozen_blocks` also the policy's architecture and frozen blocks."""
     critic_path: str | None = None
-    """Model that the critic starts from, with a new scalar head unless it is a reward model; null: the model at `path`.
-    Its size may differ from the policy's. Its vocabulary must begin with the policy's. With `frozen_blocks` it must
-    have the policy's architecture and frozen blocks."""
+    """Model that the critic starts from; null: the model at `path`. The critic gets a new scalar head, unless this
+    model is a reward model. The critic's size may differ from the policy's, but its vocabulary must begin with the
+    policy's. With `frozen_blocks` the critic must have the policy's architecture and frozen blocks."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the models' forward and backward passes. Master weights are float32. Gradients and moments are float32
     too, unless section `policy` or `critic` chooses another dtype. On a CPU float16 runs in plain torch, which is
@@ -129,19 +129,19 @@ class ModelConfig:
     tf32: bool = False
     """CUDA only: round the operands of float32 products to TF32's 10 bits."""
     deterministic: bool = True
-    """CUDA only: use only operations that give the same bits every time, so that an update that is computed again can
-    be compared by its digest. (On a CPU updates always give the same bits.)"""
+    """CUDA only: use only operations that give the same bits every time. Then an update that is computed again can be
+    compared by its digest. (On a CPU updates always give the same bits.)"""
     products: Literal["auto", "torch", "onednn"] = "auto"
     """Library for float32 matrix products on a CPU. auto: oneDNN on AMD processors, torch's BLAS on others. The last
-    bits of a run depend on it."""
+    bits of a run depend on the library."""
     kernels: Literal["auto", "native", "torch", "portable"] = "auto"
     """Implementation of the transformer blocks. native: on a CPU, C between the matrix products, compiled at the first
     start. torch: on a CPU, plain torch instead of C. portable: on any device, Megatron's own linears and embedding, and
     attention in `dtype`. auto: portable on CUDA, with a fused SwiGLU if `deterministic` is off; on a CPU native, or
-    torch without a C compiler. The last bits of a run depend on it."""
+    torch without a C compiler. The last bits of a run depend on the implementation."""
     frozen_blocks: int = setting(0, at_least(0))
-    """Number of lowest transformer blocks that are not trained. Embeddings and a tied output layer are frozen with
-    them. Policy, critic and reference share these blocks. They are computed once per row, and their outputs are
+    """Number of lowest transformer blocks that are not trained. Embeddings and a tied output layer are then frozen too.
+    Policy, critic and reference share these blocks. The blocks are computed once per row, and their outputs are
     kept."""
     trunk_cache_mb: int = setting(1024, at_least(0))
     """MiB of memory on each rank for outputs of the frozen blocks. Outputs are kept for the most recently used rows;
@@ -156,8 +156,8 @@ class ModelConfig:
     """Token that fills short prompts in stored arrays; no result depends on it. null: the tokenizer's own pad token. If
     the tokenizer has none, or its pad token ends responses, null chooses a special token without another use."""
     peak_tflops: float | None = setting(None, above(0, ", or null: then it is measured"))
-    """Peak TFLOPS of one rank in `dtype`; `update_policy/mfu` is the achieved share of it. null: measured by a matrix
-    product when the worker starts."""
+    """Peak TFLOPS of one rank in `dtype`. `update_policy/mfu` is the share of this peak that an update achieves. null:
+    measured by a matrix product when the worker starts."""
     reuse_forward: list[str] = field(default_factory=list)
     """Roles (policy, critic) that keep the activations of the forward pass of `logprob` or `value` for the update. The
     first minibatch of the update then needs no forward pass, since its weights are still the same. The activations take

@@ -123,8 +123,8 @@ def row_lengths(mask: np.ndarray) -> np.ndarray:
 
 
 class KeptForwards:
-    """Owns hidden states together with their autograd graphs. They are found by the tokens that they were computed
-    from. The weights must not change until the hidden states are taken or cleared."""
+    """Owns hidden states together with their autograd graphs. The hidden states are found by the tokens that they were
+    computed from. The weights must not change until the hidden states are taken or cleared."""
 
     def __init__(self) -> None:
         self._hidden: dict[bytes, Tensor] = {}
@@ -354,7 +354,7 @@ class Trunk:
 
 
 def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Return the width that each row is padded to, a function of its own length alone.
+    """Return the width that each row is padded to. It depends only on the row's own length, and on `multiple`.
 
     On a CPU the bits of a row's output do not depend on the rows computed beside it, but do depend on its padding. With
     a width that depends only on the row, a cached row, a row computed again after an eviction, and a replayed row have

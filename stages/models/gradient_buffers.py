@@ -100,7 +100,7 @@ def complete_weights(ddp: DistributedDataParallel) -> None:
 
 def settle(ddp: DistributedDataParallel) -> None:
     """Reset the buffers after an update that may have ended early. Wait for the exchanges that the update started. Then
-    mark the weights as complete on every rank: every caller has loaded them from files, or does so next. Not a
+    mark the weights as complete on every rank: every caller has loaded the weights from files, or does so next. Not a
     collective call."""
     for group in ddp.bucket_groups:
         for handle in (group.grad_reduce_handle, group.param_gather_handle):
@@ -112,8 +112,8 @@ def settle(ddp: DistributedDataParallel) -> None:
 
 
 def unbind(ddp: DistributedDataParallel) -> None:
-    """Drop the cyclic references between Megatron's objects. They run through torch's own memory, which Python's
-    collector does not see, and would keep the gang's connections open."""
+    """Drop the cyclic references between Megatron's objects. These references run through torch's own memory, which
+    Python's collector does not see. They would keep the gang's connections open."""
     ddp.grad_accs.clear()
     ddp.module.config.grad_scale_func = ddp.module.config.no_sync_func = None
     if ddp.use_forward_hook:

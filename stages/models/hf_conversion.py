@@ -53,7 +53,8 @@ _QKV = {
     "self_attention.linear_qkv.weight": (Q_PROJ, K_PROJ, V_PROJ),
     "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
 }
-"""Megatron's name -> Hugging Face's projections. Within each query group of `linear_qkv` their rows have this order."""
+"""Megatron's name -> Hugging Face's projections. Each query group of `linear_qkv` has the rows of these projections in
+this order."""
 PARTS = {
     "self_attention.linear_qkv.weight": _QKV["self_attention.linear_qkv.weight"],
     "self_attention.linear_proj.weight": (O_PROJ,),

@@ -21,7 +21,7 @@ from stages.models.spec import SCORE_WEIGHT, ModelSpec, is_random, read_config, 
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
-"""Files that are copied from the start model into the directory of a model that is written, if they exist."""
+"""Files that a written model's directory gets from the directory of the start model, if they exist there."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Largest size of a written weights file, unless one tensor is larger. It is the usual size on the Hugging Face hub."""
@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
 @dataclass(frozen=True)
 class ByteTokenizer:
     """The tokenizer of random models: one token per UTF-8 byte. NUL and STX, which text does not contain, are pad and
-    EOS. Tokens above 255, which larger vocabularies have, are decoded as the byte 255, which is not valid UTF-8."""
+    EOS. Tokens above 255 (of larger vocabularies) are decoded as the byte 255, which is not valid UTF-8."""
 
     vocab_size: int = 256
     eos_ids: tuple[int, ...] = (2,)

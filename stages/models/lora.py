@@ -15,7 +15,8 @@ in the order of W's rows, and the code that cuts, pads, saves and names W does t
 
 x A^T has only `rank` numbers per token and part.
 
-`write_adapters` writes a policy's adapters as a directory. Hugging Face's peft adds them to the start model.
+`write_adapters` writes a policy's adapters as a directory. Hugging Face's peft can add these adapters to the start
+model.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ Rows = slice | Tensor
 
 MUON_MOMENTUM = 0.95
 ADAFACTOR_EPS = (1e-15, 1.0)
-"""Adafactor's eps1 and eps2. torch's eps1 is 1e-7. That is large beside single gradients of a model of billions of
-parameters, if their global norm is 1. The square of an eps1 far below 1e-15 would be 0 in float32."""
+"""Adafactor's eps1 and eps2. torch's eps1 is 1e-7. In a model of billions of parameters that is large beside the
+gradient of a single parameter, if the global norm of the gradients is 1. The square of an eps1 far below 1e-15 would be
+0 in float32."""
 
 
 class MatrixOptimizer(BlockAdamW):

@@ -82,7 +82,7 @@ class RowsSize:
     of_step: int
     """Number of rows in a step."""
     of_run: int
-    """Number of rows in the whole run. They fill the trunk's cache."""
+    """Number of rows in the whole run. The hidden states of these rows fill the trunk's cache."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
 
 
 def _vocabulary_matrices(gang: GangModels, role: Role, stage: int) -> int:
-    """Return the number of matrices [vocabulary, hidden] that a stage holds of a role's model, from 0 to 2: the
-    embedding, and the output layer if it has memory of its own."""
+    """Return the number of matrices [vocabulary, hidden] of a role's model on a stage, from 0 to 2: the embedding, and
+    the output layer if it has memory of its own."""
     frozen, pipeline = gang.model.frozen_blocks, gang.layout.pipeline
     number = int(stage == 0 and not frozen)
     if stage == pipeline - 1 and role is not Role.CRITIC:
@@ -403,8 +403,8 @@ def _recomputed(gang: GangModels, role: Role, batch: MicroBatchSize) -> float:
 
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
-    """Return the bytes of the output layer and its softmax in a training pass of the policy: the kept logits, one more
-    block of logits unless all are kept, and the larger of
+    """Return the bytes of the output layer and its softmax in a training pass of the policy. They are the sum of the
+    kept logits, of one more block of logits unless all are kept, and of the larger of
 
         forward     three blocks: the logits minus their maximum, the exponential, and the product of both (for the
                     entropy); the selected hidden states and their rounded copy
@@ -472,8 +472,8 @@ CUDA_CONTEXT_BYTES = 616 << 20
 """Size of a process's CUDA context with the kernels that torch loads on first use: 616 MiB in LMCache/LMCache#4019,
 about 400 MiB in pytorch/pytorch#109888. Not measured here."""
 BLOCK_BYTES = 32 << 20
-"""Maximum number of bytes of a tensor that a publication copies or writes at a time, or that a digest gathers at a
-time."""
+"""Maximum number of bytes of a tensor that are copied or written at a time by a publication, or gathered at a time for
+a digest."""
 NCCL_CHANNELS = 32
 _NCCL_SIMPLE, _NCCL_LL, _NCCL_LL128 = 1 << 22, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 """Bytes of a channel's buffer by protocol, from NCCL's src/init.cc and src/include/device.h. Simple: DEFAULT_BUFFSIZE.
@@ -503,9 +503,9 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
 
 
 def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[int, int]:
-    """Return the bytes (on the device, in the host's memory) that a publication takes beside the model's state. It
-    takes two blocks of the part that is written (`publication.publish`). With LoRA it also takes a whole tensor, since
-    tensors are merged one at a time."""
+    """Return the bytes (on the device, in the host's memory) that a publication takes beside the model's state. A
+    publication takes two blocks of the part that is written (`publication.publish`). With LoRA it also takes a whole
+    tensor, since tensors are merged one at a time."""
     number, lora = gang.dtype_bytes, gang.model.lora.rank
     largest = max(published_tensors(gang.spec, gang.model, gang.layout.pipeline, stage).values(), default=0)
     block = min(BLOCK_BYTES, number * largest)
@@ -551,8 +551,8 @@ def pinned(num_bytes: int) -> int:
 
 
 def communicators(layout: LayoutConfig, ranks: int) -> int:
-    """Return the number of NCCL communicators that a rank uses. There is one for each of these groups that has more
-    than one rank: all ranks; the rank's tensor-parallel, pipeline and data-parallel groups; and the ranks that hold one
+    """Return the number of NCCL communicators that a rank uses: one for each of its groups with more than one rank. The
+    groups are all ranks; the rank's tensor-parallel, pipeline and data-parallel groups; and the ranks that hold one
     copy of the model together (for the norm of the gradients)."""
     group = layout.tensor * layout.pipeline
     used = (layout.tensor > 1, layout.pipeline > 1, ranks > group, group > 1)

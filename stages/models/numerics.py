@@ -186,9 +186,9 @@ order of arrival)."""
 
 
 def set_numerics(model: ModelConfig) -> None:
-    """On CUDA, set TF32 and determinism for the whole process as the config says. Without CUDA, change nothing. Call it
-    before the first product and before NCCL's groups are created. Raises ValueError, naming the key, for TF32 without
-    CUDA."""
+    """On CUDA, set TF32 and determinism for the whole process as the config says. Without CUDA, change nothing. Call
+    this function before the first product and before NCCL's groups are created. Raises ValueError, naming the key, for
+    TF32 without CUDA."""
     if not torch.cuda.is_available():
         if model.tf32:
             raise ValueError("model.tf32 = True: float32 products of NVIDIA GPUs; this process has none")

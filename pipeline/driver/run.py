@@ -5,8 +5,8 @@
     start      board of weights, workers, journal, displays
        ▼
     drive      flow ◄──► dispatch ◄──► executor ◄──► workers
-       │        │ a step is over:       metrics, progress
-       │        │ an evaluation is over: held-out reward
+       │        │ a step is trained and published: metrics, progress
+       │        │ an evaluation is complete:       held-out reward
        ▼        └ no open node reads a version: release its weights
     conclude   summary, samples, plots, report, MLflow
 

@@ -366,7 +366,7 @@ class Supervision:
         return False
 
     def on_process_end(self, address: str) -> None:
-        """Handle the end of a process, by its Dask address."""
+        """Handle the end of the process at a Dask address: the process's worker is lost."""
         key = next((key for key, worker in self._workers.items() if worker.address == address), None)
         if key is not None:
             self.restart_lost(key, "its process ended")
@@ -403,8 +403,8 @@ class Supervision:
         self._context.dispatch.on_worker_up(*key)
 
     def restart_lost(self, key: WorkerKey, reason: str) -> None:
-        """Kill the restart unit of a process that died or must die, reset its nodes, and build the unit again. After
-        `cluster.attempts` losses, leave a replica out instead.
+        """Kill the restart unit of a process that died or must die, reset the unit's nodes, and build the unit again.
+        After `cluster.attempts` losses, leave a replica out instead.
 
         Raises:
             StageFailed: the unit was lost too often, and no other worker can do its work.

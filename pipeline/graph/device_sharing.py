@@ -60,7 +60,8 @@ class DeviceSharing:
         return None if self.may_use_devices(gang) else self._group_of[gang].holder
 
     def assign_free_devices(self, first_ready: Callable[[str], Node | None]) -> None:
-        """Give devices that nobody holds yet to the gang with the most urgent ready node."""
+        """Give the devices of each group that no gang holds yet to the gang of the group with the most urgent ready
+        node. Do nothing for a group without a ready node."""
         for group in self._groups:
             if group.holder is None:
                 group.holder = _most_urgent(group.gangs, first_ready)

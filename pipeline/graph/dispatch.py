@@ -5,7 +5,7 @@ A node gets a worker in one of three ways:
   driver numbers the nodes as it hands them out, and every rank executes them in the order of these numbers. A gang of
   several ranks gets one node at a time. If it got two, the nodes could reach the ranks in different orders, since each
   node waits for its own inputs, and then their collectives would interleave. A gang of one rank gets two nodes at a
-  time, which hides the round trip. It gets only one if a child of this node is more urgent than the second node.
+  time, which hides the round trip. It gets only one if a child of the first node is more urgent than the second node.
 - **slot**: on one replica of a pool, when the replica has a free slot. So a slow replica gets fewer shards than a fast
   replica. Dask's own placement would give both the same number.
 - **free**: on the least loaded replica of a pool, as soon as the node's parents of the same step are submitted. So Dask

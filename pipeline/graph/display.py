@@ -68,7 +68,8 @@ class WorkerQueues:
             self._children[parent].add(address)
 
     def remove_done(self, address: Address) -> None:
-        """Record that a node has its commit. It leaves its worker, and nodes that waited for it may run."""
+        """Record that a node has its commit. The node leaves its worker. Nodes that waited only for this node are now
+        queued on their workers."""
         self.remove_lost(address)
         for child in self._children.pop(address, ()):
             left = self._unfinished.get(child)

@@ -10,13 +10,13 @@ from typing import Literal
 from storage.problems import Constraint, Problem, above, at_least, setting, unread_problems
 
 Offload = Literal["none", "gradients", "idle"]
-"""The memory of a gang's models that is freed on the devices while it is not needed: see `stages/models/offload.py`."""
+"""The part of a gang's device memory that is freed whenever it is not needed: see `stages/models/offload.py`."""
 RECOMPUTE_MODULES = ("core_attn", "mlp")
-"""The modules of a dense model that Megatron can recompute. `core_attn` saves next to nothing, since the fused
+"""The modules of a dense model that Megatron can recompute. `core_attn` saves almost no memory, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
 MOST_BETA = 1 - 2**-8
-"""Largest beta at which a moment stored in bfloat16 still decays when gradients vanish: see
-`stages/models/adamw.py`."""
+"""Maximum beta for a moment stored in bfloat16. With a larger beta the moment would not decay when gradients vanish:
+see `stages/models/adamw.py`."""
 Optimizer = Literal["adamw", "adafactor", "muon"]
 LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
 """Linear layers of a block that can have adapters. In this order: queries, keys and values; attention's output; gate
@@ -32,7 +32,7 @@ class LayoutConfig:
     pipeline: int = setting(1, at_least(1))
     """Number of pipeline stages. Each holds some of the blocks."""
     sequence_parallel: bool = False
-    """Divide also the activations outside the matrix products (norms, residual stream) among the tensor-parallel
+    """Also divide the activations outside the matrix products (norms, residual stream) among the tensor-parallel
     ranks."""
     distributed_optimizer: bool = False
     """Divide master weights and optimizer state among the data-parallel ranks (ZeRO-1)."""
@@ -148,10 +148,10 @@ class ModelConfig:
     `trunk/hit_rate` shows if the memory suffices. A token takes hidden size x 4 bytes: 2.3 KB for SmolLM2-135M, 16 KB
     for an 8B model. 0: nothing is kept."""
     critic_blocks: int | None = None
-    """Number of the critic's blocks above the frozen ones; null: all that its model has."""
+    """Number of the critic's blocks above the frozen blocks; null: all that the critic's model has."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     eos_token_ids: list[int] = setting([])
-    """End-of-sequence tokens; empty: the model's own."""
+    """Ids of the end-of-sequence tokens; empty: the ids that the model's files name."""
     pad_token: str | None = None
     """Token that fills short prompts in stored arrays; no result depends on it. null: the tokenizer's own pad token. If
     the tokenizer has none, or its pad token ends responses, null chooses a special token without another use."""
@@ -160,7 +160,7 @@ class ModelConfig:
     measured by a matrix product when the worker starts."""
     reuse_forward: list[str] = field(default_factory=list)
     """Roles (policy, critic) that keep the activations of the forward pass of `logprob` or `value` for the update. The
-    first minibatch of the update then needs no forward pass, since its weights are still the same. The activations take
+    first minibatch of the update then needs no forward pass, since the weights are still the same. The activations take
     memory until the update; no bit of the result changes."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
@@ -176,8 +176,8 @@ class ModelConfig:
         return self.critic if role == "critic" else self.policy
 
     def own_blocks(self, num_layers: int, *, is_critic: bool) -> int:
-        """Return the number of a role's blocks above the frozen ones. `num_layers`: number of blocks of the model that
-        the role starts from."""
+        """Return the number of a role's blocks above the frozen blocks. `num_layers`: number of blocks of the model
+        that the role starts from."""
         above = num_layers - self.frozen_blocks
         return self.critic_blocks or above if is_critic else above
 

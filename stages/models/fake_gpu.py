@@ -8,7 +8,7 @@ any size, and a `Recorder` records the memory and the collectives that the code 
 The device is torch's backend for devices written in Python. Attention and norms take the kernels that CUDA chooses.
 These are flash attention for 16-bit heads, memory-efficient attention for float32 heads, a matrix of scores for float32
 heads that share keys, and a fused norm. A program that reads numbers from a tensor gets 0, and False for a condition
-(`NoNumbers`). Not recorded are the rounding and fragmentation of a GPU's allocator, and the workspaces of libraries.
+(`NoNumbers`). The rounding and fragmentation of a GPU's allocator and the workspaces of libraries are not recorded.
 
 A process that has called `fake_device` cannot use another accelerator afterwards.
 """
@@ -57,7 +57,7 @@ class Collective:
     operation: str
     group: str
     num_ranks: int
-    """Size of the group."""
+    """Number of ranks in the group."""
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the rank's inputs or of its outputs, whichever are larger. Empty for pickled objects."""
     num_bytes: int

@@ -60,7 +60,7 @@ def forward_flops(
     at `num_outputs` tokens. This is a third of `update_flops` without adapters and with a trained output layer.
 
     Args:
-        tokens: tokens of all rows.
+        tokens: number of tokens of all rows together.
         squares: the sum of the rows' squared lengths.
     """
     products = 2.0 * matrix_numbers(spec) * blocks * tokens

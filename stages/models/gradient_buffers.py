@@ -74,7 +74,7 @@ class _Buffers(DistributedDataParallel):
 def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
     """Return a loss whose backward pass also tells the buffers when the gradient of a policy's own output layer is
     complete. `token_logprobs` writes this gradient into `main_grad`, where autograd does not see it. Return `loss`
-    itself if the model has no such layer, or the exchange does not overlap.
+    itself if this rank has no such layer, or if the exchange does not overlap.
 
     The gradient is complete together with the gradient of the hidden states, since one function computes both. If the
     output layer is tied to the embedding of the same stage, its gradient is complete only after the embedding's part,

@@ -234,8 +234,8 @@ class HFPart:
 
 
 def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, tp_rank: int) -> Iterator[HFPart]:
-    """Yield the parts of Hugging Face tensors that `parameter` contains: a Megatron parameter on tensor-parallel rank
-    `tp_rank`."""
+    """Yield the parts of Hugging Face tensors that `parameter` contains. `parameter` is a Megatron parameter on
+    tensor-parallel rank `tp_rank`."""
     weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:
@@ -290,8 +290,8 @@ def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, t
 def to_hf(
     name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the whole Hugging Face tensors in a Megatron parameter. The tensors are views of the
-    parameter if possible."""
+    """Yield (name, tensor) of the whole Hugging Face tensors that a Megatron parameter has on all tensor-parallel ranks
+    together. The tensors are views of the parameter if possible."""
     if adapted_weight(name)[0] in _QKV and name in SPLIT_AXES:  # parts may differ in length: the fused weight's do not
         parameter = _join(gather(parameter), 0)
         yield from (

@@ -30,15 +30,14 @@ _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that name a generic class, for which tokenizer.json is the whole tokenizer."""
 _UNCHANGED_FAMILIES = ("llama", "qwen3")
-"""Values of `model_type` for which transformers keeps a generic class. (For qwen2 it uses Qwen2Tokenizer even then, and
+"""Values of `model_type` for which transformers keeps a generic class. (For qwen2 it uses Qwen2Tokenizer instead, and
 for mistral it may replace the pre-tokenizer.)"""
 _CHANGES = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens", "add_prefix_space")
 """Keys of tokenizer_config.json that make transformers change the tokenizer of tokenizer.json."""
 
 
 class PadTokenError(ValueError):
-    """An error for a token of the config that cannot be a tokenizer's pad token, or for a tokenizer without any token
-    to pad with."""
+    """The pad token that the config names cannot be used with a tokenizer, or a tokenizer has no token to pad with."""
 
 
 class Tokenizer(Protocol):
@@ -52,7 +51,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The padding token, never one of `eos_ids`. Raises PadTokenError if there is none."""
+        """Id of the padding token, which is never one of `eos_ids`. Raises PadTokenError if there is none."""
         ...
 
     def encode(self, text: str) -> list[int]: ...

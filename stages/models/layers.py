@@ -372,8 +372,8 @@ def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rotary_frequencies(spec: ModelSpec) -> Float32[torch.Tensor, " D//2"]:
-    """Return the radians per token by which each pair of a head's numbers is rotated, on the CPU. With d = head_dim and
-    i < d/2:
+    """Return the radians per token by which each pair of a head's numbers is rotated, as a tensor on the CPU. With d =
+    head_dim and i < d/2:
 
         f_i = theta^(-2i / d)                                                       (Su et al. 2021)
 

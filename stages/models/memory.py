@@ -138,9 +138,9 @@ class ParameterCount:
     """Parameter counts of one rank's part of a model, or of its trained part."""
 
     of_dtype: int
-    """Parameters in `model.dtype`."""
+    """Number of parameters in `model.dtype`."""
     float32: int = 0
-    """Parameters that are always float32: the critic's head."""
+    """Number of parameters that are always float32: the critic's head."""
 
 
 def block_parameters(spec: ModelSpec, tensor: int) -> int:
@@ -446,8 +446,8 @@ def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> floa
 def rank_bytes(
     gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: RowsSize, device: str
 ) -> dict[str, int]:
-    """Return purpose -> bytes for all the memory that a rank of a pipeline stage needs. `batches`: trained role -> size
-    of its micro-batches."""
+    """Return purpose -> bytes for the memory on the device that the models of a rank need. The rank belongs to pipeline
+    stage `stage`. `batches`: trained role -> size of its micro-batches."""
     last = stage == gang.layout.pipeline - 1
     held = {role: held_bytes(gang, role, rows, stage) for role in gang.trained}
     working: dict[Role, tuple[int, int]] = {}

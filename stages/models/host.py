@@ -333,9 +333,9 @@ class MegatronHost:
         return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
-        """Train a role's version `step` on all rows of the batch and return metrics. While the critic warms up, the
-        policy only advances its version. After training, the metric `peak_memory_bytes` is the maximum, over the ranks,
-        of the process's peak memory so far."""
+        """Train a role from version `step` to version `step` + 1 on the rows of the batch, and return metrics. While
+        the critic warms up, the policy only advances its version. After training, the metric `peak_memory_bytes` is the
+        maximum, over the ranks, of the process's peak memory so far."""
         trainer = self._clean(role, whole=True)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
@@ -394,6 +394,6 @@ def _weights(*owners: GPTModel | Trunk | Trainer | None) -> Iterator[Tensor]:
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, values: Tensor) -> None:
-    """Write `values`, one row for each row of a micro-batch, into these rows of an array [rows, seq]."""
+    """Write `values`, which have one row for each row of a micro-batch, into the same rows of an array [rows, seq]."""
     width = min(array.shape[1], values.shape[1])
     array[batch.rows, :width] = values[:, :width].cpu().numpy()

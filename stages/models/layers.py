@@ -61,8 +61,8 @@ _AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that reads the float32 residual stream and returns the dtype of the linear layers. It can run on a
-    sequence-parallel shard, which Megatron's torch norm refuses."""
+    """RMSNorm that reads the float32 residual stream and returns its result in the dtype of the linear layers. It can
+    run on a sequence-parallel shard, which Megatron's torch norm refuses."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, *, kernels: BlockKernels, **_: Any

@@ -112,7 +112,7 @@ class GangModels:
         return self.own.get(role, self.spec)
 
     def num_blocks(self, role: Role) -> int:
-        """Return the number of a role's blocks above the frozen ones, over all pipeline stages."""
+        """Return the number of a role's blocks above the frozen blocks, on all pipeline stages together."""
         return self.model.own_blocks(self.spec_of(role).num_layers, is_critic=role is Role.CRITIC)
 
     @property
@@ -225,8 +225,8 @@ def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
 def _held_parameters(gang: GangModels, stage: int) -> int:
     """Return the number of parameters in `model.dtype` that a rank holds above the frozen blocks, for all roles.
 
-    With LoRA the roles that start from `model.path` share blocks, embedding and norm. These count once. Under pipeline
-    parallelism a critic with fewer blocks has other blocks on a stage than the policy.
+    With LoRA the roles that start from `model.path` share blocks, embedding and norm. Shared parameters count once.
+    Under pipeline parallelism a critic with fewer blocks has other blocks on a stage than the policy.
     """
     shared = gang.roles - gang.own.keys() if gang.model.lora.rank else frozenset()
     alone = sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles - shared)

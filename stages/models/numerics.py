@@ -89,9 +89,9 @@ def choose_by_vendor(vendor: str) -> tuple[Products, str]:
 
 
 def rows_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number whose multiples the number of tokens in a product is rounded up to; 1: no rounding. On a CPU
-    torch caches its code for every shape of a 16-bit product, some 0.5 MiB each, without limit. Without the rounding a
-    trainer grew by 600 MiB in 150 updates, since its rows had many lengths."""
+    """Return the number m such that the number of tokens in a product is rounded up to a multiple of m. It is 1 if
+    nothing is rounded. On a CPU torch caches its code for every shape of a 16-bit product, some 0.5 MiB each, without
+    limit. Without the rounding a trainer grew by 600 MiB in 150 updates, since its rows had many lengths."""
     return 64 if device.type == "cpu" and dtype.itemsize < 4 else 1
 
 

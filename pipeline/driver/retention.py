@@ -189,8 +189,9 @@ def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] =
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
-    """Close again the segments that were opened only because the record of an `unneeded` node is damaged. Must be
-    called before workers start: then the run begins after these segments, as it would without the damage."""
+    """Close all segments that are finished when `unneeded` nodes count as done. (Damaged records of these nodes have
+    opened the segments again.) Do nothing if `unneeded` is empty. Must be called before workers start: then the run
+    begins after these segments, as it would without the damage."""
     if not unneeded:
         return
     while True:

@@ -455,8 +455,8 @@ class _Driver(ExecutorEvents):
             self._progress.print_alarm(text)
 
     def _on_step_over(self, step: int, nodes: list[Node]) -> None:
-        """Compact the ledger, delete old data, release the step's results, and track the step's trace, since all
-        `nodes` of the step are done. First raise StageFailed if another driver has claimed the run."""
+        """Compact the ledger, begin to delete old data, release the step's results, and track the step's trace, since
+        all `nodes` of the step are done. Raises StageFailed first if another driver has claimed the run."""
         self._refuse_to_share()
         self._compactor.on_step_finished(step, [node.address for node in nodes])
         self._retention.on_steps_finished(self._compactor.first_open_step)

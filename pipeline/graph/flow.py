@@ -26,8 +26,9 @@ _NONE: Mapping[Address, int] = MappingProxyType({})
 
 
 class Flow:
-    """Owns the window: eta + 2 steps (eta is the staleness bound), counted from the oldest step whose policy update is
-    not done. A step stays open until all its nodes are done; an evaluation may keep it open while later steps end."""
+    """Owns the window and the open steps. The window is eta + 2 steps long (eta is the staleness bound) and starts at
+    the oldest step whose policy update is not done. A step opens when the window reaches it, and stays open until all
+    its nodes are done. An evaluation may keep a step open while later steps end."""
 
     def __init__(
         self,
@@ -47,9 +48,9 @@ class Flow:
             first_step: every earlier step is over and all its nodes are committed.
             committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
-            sampled_versions: shard's address -> version that sampled it. It has the shards whose commits were lost
-                after other nodes had computed committed outputs from them. They must be sampled with the same version
-                again.
+            sampled_versions: shard's address -> version that sampled it. It has only the shards whose commits were lost
+                although other nodes have committed outputs that were computed from them. Each of these shards must be
+                sampled with the same version again.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -150,7 +151,8 @@ class Flow:
         return self._updated
 
     def _remove_reader(self, version: int, reader: Address) -> None:
-        """Record that a possible reader of a version has its commit."""
+        """Record that a possible reader of a version has its commit. Release the version if it has no other reader
+        left."""
         self._readers.get(version, set()).discard(reader)
         if max(version - 1, 0) < self._first:  # the step that published the version is over
             self._on_unread(version)
@@ -168,9 +170,10 @@ class Flow:
         self._on_unread(version)
 
     def _adapt_to_resume(self, node: Node) -> Node:
-        """Return the node as a resumed run needs it. A node is changed only if it is a shard without a commit that
-        several versions may sample. It then waits for the version that `resumed_generation_version` returns. If it is
-        in `sampled_versions`, it must come out as before, and is sampled with the version given there."""
+        """Return the node as a resumed run needs it. A node is changed only if it is a shard that has no commit and
+        that several versions may sample. If `sampled_versions` has the shard, the shard must come out as before: it
+        waits for the version given there and is sampled with it. Any other shard waits for the version that
+        `resumed_generation_version` returns."""
         if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:

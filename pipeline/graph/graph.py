@@ -22,8 +22,8 @@ version i before it trains it into i + 1. `advantage[i] <- advantage[i-1]` carri
 
 **Canaries** compare engine and trainer. In `canary[v]` an engine that holds version v scores a few rows of
 `generate[v, 0]`, whichever version sampled them. The result is compared with the trainer's log-probs at version v:
-`logprob[v, 0]`, or `canary_logprob[v]` in a run without logprob nodes (a forward pass over those few rows before v is
-trained). So the trainer never waits for an engine. `canary[v]` runs after the last generation that uses an older
+`logprob[v, 0]`, or `canary_logprob[v]` in a run without logprob nodes (a forward pass over these few rows before step v
+trains). So the trainer never waits for an engine. `canary[v]` runs after the last generation that uses an older
 version, so no engine changes its weights early because of it. All later canaries also read `canary[0]`, which says how
 far engine and trainer may differ.
 
@@ -148,8 +148,8 @@ def generation_versions(spec: GraphSpec, step: int) -> range:
 
 def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
     """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest version that
-    had been published before. Under `latest` the result is `newest` if the staleness bound allows it, so that no older
-    version has to be published again."""
+    was published before the run resumed. Under `latest` the result is the version nearest to `newest` that may generate
+    step i, so that no older version has to be published again."""
     allowed = generation_versions(spec, step)
     return max(allowed[0], min(allowed[-1], newest))
 
@@ -196,8 +196,8 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
     """Return the step whose `step_nodes` include `canary[v]`: the last step that is generated with a version older than
-    v. Return v if there is no such step, and always under `latest`, where engines load a new version as soon as they
-    can."""
+    v. Return v if there is no such step or it is earlier than v. Under `latest` always return v, because engines load a
+    new version as soon as they can."""
     if spec.uses_latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
@@ -215,8 +215,8 @@ def step_of_node(node: Node) -> int:
 
 
 def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
-    """Return all nodes of PPO step i, parents before children. They include the publication of version i + 1, and its
-    evaluation if it is evaluated. Step 0 also has the publication and the evaluation of version 0."""
+    """Return all nodes of PPO step i, parents before children. They include the publication of version i + 1 and, if
+    that version is evaluated, its evaluation. Step 0 also has the publication and the evaluation of version 0."""
     i = step
     nodes: list[Node] = []
     if i == 0:
@@ -261,11 +261,12 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
 
 
 def lineage_of(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
-    """Return the addresses that an output was computed from: the stored `inputs` of its node, and the origin of every
-    version of the weights that it used. For `advantage` also the advantage of the step before, whose state it used.
+    """Return the addresses that the output at `address` was computed from. These are the stored `inputs` of its node
+    and the origin of each of `weight_versions`, the versions of the weights that the node used. The list of an
+    `advantage` also has the advantage of the step before, whose state it continues.
 
-    An engine's version comes from a publication, a trainer's from an update. Version 0 of a trainer is the config's
-    model and has no address."""
+    A version that an engine used comes from a publication, and a version that a trainer used comes from an update.
+    Version 0 of a trainer is the config's model and has no address."""
     parents = list(inputs)
     if address.stage == "advantage" and address.step:
         parents.append(Address("advantage", address.step - 1))
@@ -286,7 +287,8 @@ _TRAINED_FROM = {
 
 
 def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
-    """Return the addresses of one step's nodes that lost their commits after an update had read their outputs."""
+    """Return the addresses of the nodes of one step whose commits are lost although an update was trained from them.
+    The update counts as trained if it, or the next one of its stage, is in `committed`."""
     nodes = list(nodes)
     return {
         node.address
@@ -355,8 +357,9 @@ def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
 
 
 def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[Address]:
-    """Return the nodes that need exactly version v in a resumed run. `newest` is the newest version that had been
-    published before. If one of these nodes has no commit and v is gone, v must be published again."""
+    """Return the nodes that need exactly version v in a resumed run. `newest` is the newest version that was published
+    before the run resumed. If one of these nodes has no commit and v is no longer readable, v must be published
+    again."""
     steps = range(version, min(version + spec.staleness + 1, spec.steps))
     needing = [i for i in steps if resumed_generation_version(spec, i, newest) == version]
     return [
@@ -395,7 +398,7 @@ class Gang:
     concurrent_shards: int = 1
     """Number of shards that a replica of a pool works on at once."""
     divides_scorers: bool = False
-    """True if its layout divides the models of its rewards over its workers."""
+    """True if the gang's layout divides the models of its rewards over its workers."""
     gpus: int = 0
     """Number of GPUs of each worker, on hosts that have GPUs."""
 
@@ -460,8 +463,8 @@ def commits_to_recompute(
     Args:
         dropped_before: the arrays of all steps before this step were deleted. The shards of such a step are computed
             again if an update will be trained on them again.
-        sampled: under `latest`, shard's address -> newest version that sampled it, according to its commit. None if the
-            version is unknown, so that the shard would come out differently.
+        sampled: under `latest`, shard's address -> newest version that sampled it, according to its commit, or None if
+            that is unknown. A shard is computed again if this version is newer than `version`, or is None.
     """
     nodes = list(run_nodes(spec))
     children: dict[Address, list[Address]] = {}
@@ -496,8 +499,8 @@ def can_rewind(
     sampled: Mapping[Address, int | None] = _NONE,
 ) -> bool:
     """Return True if the run can go back to `version`. Every older version that is still needed must have a checkpoint
-    (be in `saved`) or be version 0. No update before `version` may have been trained on a shard that would come out
-    differently."""
+    (be in `saved`) or be version 0. No update before `version` may have been trained on a shard whose version is None
+    in `sampled`, because the shard would come out differently if it were computed again."""
     if any(newest is None and address.step < version for address, newest in sampled.items()):
         return False
     standing = set(committed).difference(commits_to_recompute(spec, committed, version, dropped_before, sampled))

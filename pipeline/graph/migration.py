@@ -30,7 +30,8 @@ MIN_GAIN = 0.03
 """Minimum fraction of the rows' predicted time that a plan must save. Measured times scatter, and rows may end early.
 """
 _MEASURABLE_BYTES = 1 << 20
-"""Minimum number of copied bytes of a migration whose time is used. Smaller copies say little about larger copies."""
+"""The measured times of a migration change `CopyCost` only if it copied at least this many bytes. Smaller copies say
+little about larger copies."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class CopyCost:
     """The measured cost of migrations. The default values are assumed before the first migration."""
 
     bytes_per_s: float = 200e6
-    """Bytes of keys and values that one replica (source or target) reads or writes in a second. Its passes wait
-    meanwhile."""
+    """Bytes of keys and values that one replica (source or target) reads or writes in a second. The decoding passes of
+    the replica wait meanwhile."""
     standstill_s: float = 0.02
     """Seconds that a row stands still during its migration."""
 
@@ -100,7 +101,7 @@ class _Side:
         """Seconds in which passes wait for keys and values that are read or written, or for tokens that are fed to the
         model again."""
         self.copying = 0
-        """Passes until the rows that leave have been copied, one after the other."""
+        """Number of passes until all rows that leave this replica have been copied, one after the other."""
         self.sends = self.receives = False
 
     @property
@@ -132,7 +133,8 @@ class _Price:
 
 
 class _Plan:
-    """Owns the replicas of one version under a plan, and the rows that it moves."""
+    """One plan for the replicas that hold one version of the weights: their rows and times after the moves, and the
+    moves."""
 
     def __init__(self, group: Mapping[int, EngineLoad], copies: CopyCost, waiting_s: float) -> None:
         self.sides = {i: _Side(load) for i, load in group.items()}
@@ -145,9 +147,9 @@ class _Plan:
         return max(*ends, (sum(ends) + self._waiting_s) / len(ends)) if self._waiting_s else max(ends)
 
     def price(self, row: RowLoad, source: int, target: int) -> _Price | None:
-        """Return what a migration costs, or None if the row may be done before it has migrated. Either the row's keys
-        and values are copied while the row goes on decoding, or the target feeds its tokens again. The way that holds
-        passes up for less time is chosen."""
+        """Return what a migration costs, or None if the row may be done before it has migrated. A row migrates in one
+        of two ways. Either its keys and values are copied while the row goes on decoding, or the target feeds the row's
+        tokens to the model again. The way that delays the passes of both replicas less is chosen."""
         giving, taking = self.sides[source].load, self.sides[target].load
         copy_s = row.cached * giving.position_bytes / self._copies.bytes_per_s if row.cached else math.inf
         fed_s = row.tokens * (taking.prefill_s or giving.prefill_s or giving.pass_s)
@@ -182,7 +184,8 @@ class _Plan:
 
 def _level(plan: _Plan) -> None:
     """Move rows one by one from the replica that ends last to the replica that ends first. Stop when no move lets both
-    replicas end sooner than the source would end without it."""
+    replicas end sooner than the source would end without the move. Also stop if the source has received rows itself, or
+    if no replica can receive a row."""
     while True:
         source = max(plan.sides, key=lambda i: plan.sides[i].end_s())
         giving = plan.sides[source]
@@ -198,7 +201,7 @@ def _level(plan: _Plan) -> None:
 
 def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
     """Return the arguments of `_Plan.move` for the move after which both replicas are done soonest. Return None if no
-    move lets both end sooner than the source would end without it."""
+    move lets both replicas end sooner than the source would end without the move."""
     taking = plan.sides[target]
     total, *longest = sum(giving.passes.values()), *sorted(giving.passes.values(), reverse=True)[:2], 0
     their_total, their_longest = sum(taking.passes.values()), max(taking.passes.values(), default=0)
@@ -254,7 +257,8 @@ class MigrationPlanner:
     _under_way: dict[int, Migration] = field(default_factory=dict)
     """Number of a migration -> the migration."""
     _outdated: set[int] = field(default_factory=set)
-    """Replicas whose rows have changed by a migration since they reported."""
+    """Replicas for which a migration was ordered, as source or target, after their last report. A migration that moved
+    no rows takes its two replicas out again."""
     _ordered: int = 0
     _seen: object = None
     """The inputs of the last plan."""
@@ -271,8 +275,8 @@ class MigrationPlanner:
         self.node_s = _nearer(self.node_s, seconds) if self.node_s else seconds
 
     def replica_lost(self, replica: int) -> None:
-        """Forget a replica that is lost or overdue, and the migrations of which it is the source. It takes part again
-        after its next report."""
+        """Forget a replica that is lost or overdue, and the migrations of which it is the source. The replica takes
+        part again after its next report."""
         self._loads.pop(replica, None)
         self._outdated.discard(replica)
         self._num_reports += 1
@@ -302,14 +306,15 @@ class MigrationPlanner:
     def next_migrations(
         self, usable: Collection[int], busy: Collection[int], waiting: Mapping[int, int], now_s: float
     ) -> list[tuple[int, Migration]]:
-        """Return the migrations to order now, each with its number.
+        """Return the migrations to order now, each with its number. There are none while an ordered migration is under
+        way, while a usable replica has yet to report, or if nothing has changed since the last call that made a plan.
 
         Args:
             usable: replicas that get work.
             busy: replicas that have a node, whether or not its rows have been reported.
             waiting: version -> number of nodes that wait only for a slot. Rows of such a version stay where they are,
                 since more rows will join them.
-            now_s: time of the call. Reported rows have moved on since their report.
+            now_s: time of the call. The reported loads are extrapolated to this time.
         """
         seen = self._num_reports, frozenset(usable), frozenset(busy), tuple(sorted(waiting.items()))
         if self._under_way or self._outdated or not self._loads.keys() >= {*usable} or seen == self._seen:

@@ -144,8 +144,8 @@ class _Group:
 def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
     """Return the index of each worker's node. If the workers do not fit, return a group for which there is no room.
 
-    Groups are placed in the order of their gangs, the largest gang first. If this fails, they are placed again in order
-    of their own size, the largest first."""
+    First, groups are placed in the order of their gangs, the largest gang first. If this fails, all groups are placed
+    again in the order of their own sizes, the largest group first."""
     gangs = sorted(config.gangs(), key=lambda gang: -_size_of_gang(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     packed = _first_fit(config, cluster, num_gpus, groups)

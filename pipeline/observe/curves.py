@@ -67,7 +67,7 @@ def read_curves(
 def run_curves(
     metrics: Mapping[int, Mapping[str, float]], of_steps: int, evaluations: Sequence[Evaluation]
 ) -> RunCurves:
-    """Return the curves of a run from the metrics of the steps to draw.
+    """Return the curves of a run. `metrics`: step to draw -> its metrics. `of_steps`: number of all finished steps.
 
     A metric that is 0 or missing at all steps is left out, because it belongs to a feature that is off."""
     steps = sorted(metrics)

@@ -30,13 +30,13 @@ class PairedScores:
     """Mean score of the first set."""
     mean_after: float
     gain: float
-    """Mean of after - before."""
+    """Mean over the prompts of the score in the second set minus the score in the first set."""
     error: float | None
     """Standard error of the gain. None for fewer than two prompts."""
     t_statistic: float | None
     """Student's t: gain / error. None for fewer than two prompts, or if all differences are equal."""
     num_better: int
-    """Number of prompts whose score rose."""
+    """Number of prompts whose score is higher in the second set."""
     num_worse: int
 
 

@@ -363,8 +363,8 @@ def _with_recorded_states(
 ) -> list[NodeStatus]:
     """Return the statuses. Each READY node that was handed to a worker becomes RUNNING or QUEUED.
 
-    The journal does not say which of a worker's nodes were running. A worker runs at most as many nodes at once as it
-    has threads. The nodes that could start first are taken to be the running ones."""
+    The journal does not say which of a worker's nodes were running. A worker runs at most `Gang.max_running_nodes`
+    nodes at once. Of the nodes of a worker, the ones that could start first are taken to be running."""
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:

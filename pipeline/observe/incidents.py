@@ -45,7 +45,7 @@ class WorkerLosses:
     losses: list[WorkerLoss] = field(default_factory=list)
     """All losses, in order of time."""
     trainers: set[str] = field(default_factory=set)
-    """Names of the gangs that train."""
+    """Names of the gangs that have had an event of an update."""
     _step: int = 0
     """The step that is being trained."""
     _reported: set[int] = field(default_factory=set)

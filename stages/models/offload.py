@@ -30,7 +30,8 @@ class Residence:
     raises no error, so call `wake` first."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """`tensors` is called on every `sleep`, since an optimizer creates its state in its first step."""
+        """`tensors` returns the tensors to offload. It is called on every `sleep`, since an optimizer creates its state
+        only in its first step."""
         self._tensors = tensors
         self._asleep: list[tuple[UntypedStorage, Tensor]] = []
         self._copies: list[Tensor] = []
@@ -74,7 +75,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 
 
 def release(buffers: Iterable[Tensor]) -> None:
-    """Free the storages of whole buffers whose contents are not needed again."""
+    """Free the storages of these buffers. Their contents are lost. Each buffer must fill its whole storage."""
     device = torch.device("cpu")
     for buffer in buffers:
         device = buffer.device

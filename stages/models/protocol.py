@@ -141,10 +141,10 @@ class ModelHost(Protocol):
     def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
         """Copy weights, optimizer state and version, and return a function that writes the copy into the directory.
 
-        The directory must exist and be empty. Every rank must call the function before the role is saved again. It may
-        do so in any thread, also while it makes other calls. The functions of one host must be called one at a time, in
-        the order of the copies. When every rank has written, the function returns the checksums of all files on rank 0,
-        None on the others."""
+        The directory must exist and be empty. Every rank must call the function before the role is saved again. A rank
+        may call the function in any thread, also while it makes other calls. The functions of one host must be called
+        one at a time, in the order of the copies. When every rank has written, the function returns the checksums of
+        all files on rank 0, None on the others."""
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:

@@ -149,9 +149,9 @@ def _fill(
     device: torch.device,
     errors: list[Exception],
 ) -> None:
-    """Write this rank's blocks, and on rank 0 also the blocks that ranks of other hosts send (`sent`). A rank that does
-    not see the attempt's file sends its blocks to rank 0. After an error the remaining blocks are computed or received,
-    but not written."""
+    """Write this rank's blocks, and on rank 0 also the blocks that ranks of other hosts send. A rank that does not see
+    the attempt's file sends its blocks to rank 0. `sent`: rank of another host -> parts that it sends. The board's
+    errors are appended to `errors`. After an error the remaining blocks are computed or received, but not written."""
     places = {place.name: place for place in attempt.places}
 
     def put(slab: Slab, rows: slice, block: np.ndarray) -> None:
@@ -181,7 +181,8 @@ def _fill(
 def _slab(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, own: tuple[int, ...], first: int, axis: int | None
 ) -> Slab:
-    """Return the slab of a part of shape `own` whose first index along `axis` is `first`."""
+    """Return the part of tensor `name` that has the shape `own` and begins at index `first` of dimension `axis`.
+    `shape` is the shape of the whole tensor. If `axis` is None, the part is the whole tensor and `first` is 0."""
     row = math.prod(own[1:])
     if axis == 1:
         return Slab(name, shape, dtype, own[0], row, first, shape[1])

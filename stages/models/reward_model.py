@@ -8,9 +8,9 @@
 
 A reward model is a causal language model with a scalar head that is read at a row's last token. The head comes from
 `model.path` if that model has one; otherwise it is new and random. A reward model can be trained. The code that builds
-critics builds it too, in the same layouts. (A critic's head is read at every token, and a new one is zero.) `export`
-writes a directory in Hugging Face layout, which `AutoModelForSequenceClassification` loads. That class has no bias in
-its head, so its logit is the score minus `reward_bias` of config.json.
+critics also builds reward models, in the same layouts. (A critic's head is read at every token, and a new critic's head
+is zero.) `export` writes a directory in Hugging Face layout, which `AutoModelForSequenceClassification` loads. That
+class has no bias in its head, so its logit is the score minus `reward_bias` of config.json.
 
 Shape suffixes: B rows of a micro-batch, N tokens of these rows together, H hidden size, V vocabulary.
 """
@@ -97,7 +97,8 @@ class RewardModel:
         total_steps: int | None = None,
         joined: parallel.ParallelRank | None = None,
     ) -> None:
-        """Join the gang and build the model of `model.path`. Draw its head with the seed if its files have none.
+        """Join the gang and build the model of `model.path`. If the model's files have no head, draw a new head with
+        `seed`.
 
         Args:
             total_steps: number of optimizer steps of the training, which the learning rate's schedule needs
@@ -139,7 +140,7 @@ class RewardModel:
         return self._parallel_rank.missing_ranks.collectives_of(where)
 
     def scores(self, rows: TokenRows) -> np.ndarray:
-        """Return the score of each row, float32 [rows]. It depends only on the row and the weights."""
+        """Return the score of each row, float32 [rows]. A row's score depends only on the row and the weights."""
         self._weights.wake()
         batches = score_micro_batches(rows, self._blueprint, self._config.micro_batch_tokens)
         outputs = run_forward(self._model, self._trunk, batches, self._read)
@@ -350,10 +351,11 @@ def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
 
 
 def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tensor]) -> None:
-    """Write the model of `source` with its trained tensors replaced: config, weights, tokenizer, and their checksums.
+    """Create the directory and write the model of `source` into it, with the tensors in `trained` in place of the old
+    ones. The files are the config, the weights, the tokenizer, and their checksums.
 
     `trained` has the head under a critic's names. Trained tensors are written in float32, so that nothing is rounded.
-    The other tensors keep their bits and dtype. Create the directory.
+    The other tensors keep their bits and dtype.
     """
     tensors = dict(trained)
     head = {SCORE_WEIGHT: tensors.pop(VALUE_HEAD_WEIGHT), SCORE_BIAS: tensors.pop(VALUE_HEAD_BIAS)}

@@ -42,7 +42,7 @@ class Family:
     are supported."""
     qkv_bias: bool = False
     qk_norm: bool = False
-    """See `ModelSpec`."""
+    """See `ModelSpec.qk_norm`."""
 
 
 _SAME = {"hidden_act": "silu", "quantization_config": None}
@@ -91,8 +91,8 @@ class RopeScaling:
     """Llama 3.1's change of the rotary frequencies (rope type `llama3`), see `stages.models.layers`.
 
     Wavelengths above `original_max_positions` / `low_freq_factor` tokens become `factor` times as long. Wavelengths
-    below `original_max_positions` / `high_freq_factor` stay the same. Between the two limits the factor rises
-    gradually from 1."""
+    below `original_max_positions` / `high_freq_factor` stay the same. Between the two limits the factor rises gradually
+    from 1 to `factor`."""
 
     factor: float
     low_freq_factor: float

@@ -4,9 +4,9 @@ softmax, one block of the vocabulary at a time.
     block b of the vocabulary:   logits = hidden @ weight_b.T  ─► max, sum exp, ... per token   (forward)
                                  logits ─► their gradient G    ─► hidden' += G @ weight_b, weight_b' = G.T @ hidden
 
-So the matrix [tokens, vocabulary] never exists as a whole. Logits that fit into `KEPT_BYTES` are kept from the forward
-to the backward pass. The backward pass computes the logits of the other blocks again, a fourth product beside the three
-that each block needs.
+A prime (hidden', weight_b') marks a gradient. So the matrix [tokens, vocabulary] never exists as a whole. Logits that
+fit into `KEPT_BYTES` are kept from the forward to the backward pass. The backward pass computes the logits of the other
+blocks again, a fourth product beside the three that each block needs.
 
 The distribution is the sampler's (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
 operands of every product are bfloat16 and logits are float32, as in the engine. Logits rounded to bfloat16 would be
@@ -63,8 +63,8 @@ def token_logprobs(
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob of every token, entropy in nats of the distribution that the token was sampled from), float32
-    [N] each. `hidden_NH`: the hidden states that predict the tokens.
+    """Return two float32 tensors [N]: each token's log-prob, and the entropy in nats of the distribution that the token
+    was sampled from. `hidden_NH`: the hidden states that predict the tokens.
 
     `index_N`: index of each token in its response. The computation is vocabulary-parallel: each tensor-parallel rank
     multiplies with its part of the output layer, and all ranks get the same result.
@@ -84,8 +84,9 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(log softmax(logits)[target], entropy) of logits = hidden @ weight.T. The tensor-parallel ranks share the
-    vocabulary; all of them get the same outputs and the same gradient of hidden.
+    """The function (log softmax(z)[target], entropy H) of the logits z = hidden @ weight.T, with its gradient. Each
+    tensor-parallel rank has a part of the vocabulary. All ranks get the same outputs and the same gradient of hidden.
+    With p = softmax(z):
 
         dlogp/dz_j = 1[j = target] - p_j            dH/dz_j = -p_j (log p_j + H)
     """
@@ -186,7 +187,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
-    """Return the blocks of the vocabulary, the same in the forward and the backward pass."""
+    """Return the blocks of this rank's part of the vocabulary, as slices of range(`width`). The forward and the
+    backward pass use the same blocks."""
     size = max(MIN_BLOCK, BLOCK_BYTES["cpu" if device.type == "cpu" else "cuda"] // (4 * max(1, num_tokens)))
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 

@@ -211,7 +211,7 @@ def _sent_shape(gang: TracedGang, role: Role, batch: TraceBatch) -> list[int]:
 # ---- a gang of one process -------------------------------------------------------------------------------
 
 _BACKEND = "cpu:fake,fakegpu:fake"
-"""torch's process group for one process, which answers every collective at once."""
+"""Backends of torch's process group in a gang of one process. They return from every collective at once."""
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def requeue_refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_p
 
     Args:
         ends: ends of the job's starts, oldest first; at least one.
-        restarts: maximum number of starts that may be lost.
+        restarts: maximum number of starts whose end may be `lost`.
         requeues_without_progress: number of requeues in a row without a new commit after which the job ends.
     """
     last = ends[-1]

@@ -6,7 +6,8 @@ The kind of cluster decides on which node a worker is placed:
     attached    on the first node with room, large gangs first; a tensor-parallel group or a replica stays on a node
     Slurm       the nodes that the job would ask for (`script.job_shape`), if the config has a section `slurm`
 
-The check reads nothing of this machine except the models' directories.
+The check reads nothing of this machine except the models' directories. In this file, `num_gpus` is the number of GPUs
+of a node, or 0 if the run uses no GPUs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ softmax, one block of the vocabulary at a time.
     block b of the vocabulary:   logits = hidden @ weight_b.T  ─► max, sum exp, ... per token   (forward)
                                  logits ─► their gradient G    ─► hidden' += G @ weight_b, weight_b' = G.T @ hidden
 
-A prime (hidden', weight_b') marks a gradient. So the matrix [tokens, vocabulary] never exists as a whole. Logits that
-fit into `KEPT_BYTES` are kept from the forward to the backward pass. The backward pass computes the logits of the other
-blocks again, a fourth product beside the three that each block needs.
+So the matrix [tokens, vocabulary] never exists as a whole. (hidden' and weight_b' are gradients.) Logits that fit into
+`KEPT_BYTES` are kept from the forward to the backward pass. The backward pass computes the logits of the other blocks
+again, a fourth product beside the three that each block needs.
 
 The distribution is the sampler's (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
 operands of every product are bfloat16 and logits are float32, as in the engine. Logits rounded to bfloat16 would be

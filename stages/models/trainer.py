@@ -7,9 +7,9 @@ small gradients are not rounded to 0. The gradients are divided by the scale, in
     gradients finite    a step; after GROWTH_INTERVAL such steps in a row    scale' = 2 scale
     not finite          no step                                              scale' = max(scale / 2, minimum)
 
-(Micikevicius et al. 2018, as in Megatron's DynamicGradScaler.) While the scale is above its minimum, a gradient that is
-not finite is assumed to be an overflow caused by the scale. The bits of the next update depend on the scale, so a
-checkpoint includes the scaler's state.
+scale' is the next scale. (Micikevicius et al. 2018, as in Megatron's DynamicGradScaler.) While the scale is above its
+minimum, a gradient that is not finite is assumed to be an overflow caused by the scale. The bits of the next update
+depend on the scale, so a checkpoint includes the scaler's state.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Minibatch:
     rows: np.ndarray
     """Rows of all ranks, as indices into the arrays of the step."""
     row_numbers: np.ndarray
-    """`Rollout.row` of every row in the step's arrays: its number within the step, which messages name."""
+    """Number within the step (`Rollout.row`) of every row of the step's arrays. Error messages name rows by this
+    number."""
     micro_batches: list[MicroBatch]
     """This rank's share: at least one, unless the minibatch is empty."""
     loss: Callable[[int], Loss]
@@ -73,8 +74,8 @@ class Minibatch:
 
 MAX_SKIPPED_STEPS = 8
 """Training fails after this many consecutive optimizer steps whose gradient is not finite. The count continues across
-PPO steps. One such step may be an accident. If a whole update (2 epochs of 4 minibatches) consists of such steps,
-weights or data are broken."""
+PPO steps. Overflows at a loss scale above its minimum do not count. One such step may be an accident. If a whole update
+(such as 2 epochs of 4 minibatches) consists of such steps, weights or data are broken."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -171,7 +172,8 @@ class Trainer:
         minibatches: Sequence[Minibatch],
         target_kl: float | None = None,
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
-        """Run one PPO step: one optimizer step per minibatch, in order. It turns version `step` into `step + 1`.
+        """Run one PPO step: one optimizer step per minibatch, in order. The weights of version `step` become version
+        `step + 1`.
 
         - An empty minibatch makes no optimizer step: AdamW's momentum and decay would move the weights without a
           gradient.
@@ -243,8 +245,9 @@ class Trainer:
         return {"lr": 0.0, "optimizer_steps": 0.0}
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of this rank's part of a checkpoint: weights, master weights, moments, counters. It reuses the
-        memory of the previous snapshot, which must have been written by now."""
+        """Return a copy of this rank's part of a checkpoint: weights, master weights, moments, counters. The copy
+        reuses the memory of the previous snapshot. The previous snapshot must therefore be completely written before
+        the call."""
         (inner,) = self._optimizer.chained_optimizers
         steps = {float(state["step"]) for state in self._adam.state.values()}
         assert len(steps) <= 1, f"the optimizer has made {steps} steps with different parameters"
@@ -383,8 +386,8 @@ class Trainer:
         is not finite, make no step.
 
         Returns:
-            The norm, and True if the gradients overflowed and the loss scale could still be lowered (it now has been).
-            Both are the same on all ranks.
+            The norm, and an overflow flag. The flag is True if the gradients overflowed at a loss scale above its
+            minimum. The call has then lowered the scale. The norm and the flag are the same on all ranks.
         """
         (inner,) = self._optimizer.chained_optimizers
         overflow = False
@@ -438,8 +441,8 @@ def _norm_metrics(norms: Sequence[float]) -> dict[str, float]:
 
 
 def _scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the gradients of the next step by `factor`. (Without a CUDA kernel Megatron's own clipping allocates new
-    gradients.)"""
+    """Multiply the gradients of the next step by `factor`. Megatron's own clipping is not used, because without a CUDA
+    kernel it allocates new gradients."""
     if isinstance(optimizer, BlockAdamW):
         optimizer.factor = factor
     elif factor < 1:

@@ -104,8 +104,8 @@ def _from_all_stages(rank: ParallelRank, tensors: dict[str, Tensor]) -> dict[str
 def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     """Return a digest of all trained tensors and their names, on every rank. The digest does not depend on the layout.
 
-    It hashes each whole tensor's bytes with XXH3-128, at 15 GB/s per core. This does not protect against forgery, which
-    is no threat here. The ranks of a stage gather a tensor block by block and share the hashing.
+    Each whole tensor's bytes are hashed with XXH3-128, at 15 GB/s per core. This hash does not protect against forgery,
+    which is no threat here. The ranks of a stage gather a tensor block by block and share the hashing.
     """
     rank = blueprint.parallel_rank
     index, num_ranks = (
@@ -166,8 +166,8 @@ def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:
 
 def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
     """Return the arrays with the rows of all ranks on rank 0, None on other ranks. In `arrays` [all rows, ...] each
-    rank has filled in its own rows and left zeros in the others. Only the arrays of output ranks are read
-    (`ParallelRank.is_output_rank`)."""
+    rank has filled in the rows that it computed, and has left zeros in all other rows. Only the arrays of output ranks
+    are read (`ParallelRank.is_output_rank`)."""
     if dist.get_world_size() == 1:
         return arrays
     summed = []

@@ -11,8 +11,8 @@ import torch
 from stages.models.numerics import Products, multiply
 
 _MEASURED = {"cpu": 768, "cuda": 8192}
-"""Device -> number of rows of the two square matrices whose product is timed. The product takes some ten milliseconds
-on a core, two on a large GPU."""
+"""Device -> number of rows of the two square matrices whose product is timed. The product takes about 10 ms on a CPU
+core and 2 ms on a large GPU."""
 _REPEATS = 4
 
 

@@ -8,9 +8,9 @@ items, weights and inputs compute the same bits. If an item differs, their resul
     device         a GPU's name and capability, versions of CUDA and cuDNN
 
 The number of threads and the layout are not part of the fingerprint, because they are in the config. The processor's
-name and cache sizes are left out too, although a library may choose the block sizes of matrix products by them. In
-clouds, machines of one type have processors of different names. If results differ nevertheless, the digest comparison
-of replayed updates shows it.
+name and cache sizes are left out too, because in clouds the machines of one type have processors of different names. A
+library may choose the block sizes of matrix products by the name or the cache sizes. If results differ for this reason,
+the digest comparison of replayed updates shows the difference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENVIRONMENT = (
 _VECTOR_FLAG = re.compile(r"(avx|amx|sse4|fma|f16c|bmi|asimd|sve|bf16|i8mm|fphp)\w*|sme(2\w*)?")
 """Pattern of the processor flags for instructions that a compiler or a library may use in computations."""
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-"""Linux on x86-64: the system call, its request, and the registers that are requested."""
+"""Linux's numbers, on x86-64, for the request to use the matrix registers: system call, operation, and registers."""
 
 
 def machine_numerics() -> dict[str, str]:

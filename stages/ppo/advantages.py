@@ -187,7 +187,8 @@ class Groups:
     """A division of rows into groups. The rows of a group are responses to the same prompt."""
 
     number: Int[Tensor, " rows"]
-    """Each row's group, numbered from 0 without a gap. Rows of a group may lie anywhere."""
+    """Index of each row's group. Groups are numbered from 0 without a gap. The rows of a group need not be next to each
+    other."""
     counted: Bool[Tensor, " rows"]
     """Rows that take part in their group's mean and deviation. The other rows have advantage 0."""
 
@@ -218,15 +219,17 @@ def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " grou
 def group_advantages(
     totals: Float[Tensor, " rows"], groups: Groups, scale: Literal["std", "none"]
 ) -> Float[Tensor, " rows"]:
-    """Return A_i = R_i - mean. If `scale` is "std", divide it by std + GROUP_STD_EPS. The variance divides by n - 1, as
-    in published runs. The GRPO paper does not say which divisor it uses."""
+    """Return A_i = R_i - mean, where R is `totals` and the mean is over the row's group. If `scale` is "std", return
+    A_i / (std + GROUP_STD_EPS), where std is the group's standard deviation. Its variance divides by n - 1, as in
+    published runs. The GRPO paper does not say which divisor it uses."""
     centred = _centred(totals, groups)
     return centred if scale == "none" else centred / (group_std(totals, groups) + GROUP_STD_EPS)[groups.number]
 
 
 @jaxtyped(typechecker=beartype)
 def leave_one_out_advantages(totals: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " rows"]:
-    """Return A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean). It is 0 in a group of one row."""
+    """Return A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean). R is `totals`, and n is the number of
+    counted rows of the group. A_i is 0 in a group of one row."""
     sizes = _sizes(groups, totals)
     return _centred(totals, groups) * (sizes / (sizes - 1).clamp(min=1))[groups.number]
 

@@ -109,7 +109,7 @@ class PPOConfig:
     """Treatment of a response that was cut by the length limit. terminate: the value after its last token is 0.
     bootstrap: the value after its last token is the critic's value of the state there. The last token still gets the
     score, so the outcome of a cut response counts twice. Use bootstrap for rewards that accrue per token, and not for
-    one score per response. mask: the response is in neither loss (overlong filtering)."""
+    one score per response. mask: the response is left out of the losses of policy and critic (overlong filtering)."""
     missing_eos_score: float | None = setting(None, finite(", or null for none"))
     """Score of every response that was cut; null: the score that the reward gives."""
     kl: KLConfig = field(default_factory=KLConfig)

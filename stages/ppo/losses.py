@@ -1,7 +1,7 @@
 """The two losses of PPO: the clipped policy loss, with three policies so that stale data is corrected, and the clipped
 value loss.
 
-    mu        the behaviour policy, which drew the token: the weights of its `token_versions`
+    mu        the behaviour policy, which drew the token: the weights of the version in `token_versions`
     pi_prox   the proximal policy: the trainer's weights at the start of the step
     pi        the policy being trained
 
@@ -50,7 +50,7 @@ class PolicyLossInputs:
     are never read."""
 
     mask: Bool[Tensor, "rows seq"]
-    """`Advantages.loss_mask`."""
+    """True for the tokens that count in the loss (`Advantages.loss_mask`)."""
     weights: Float[Tensor, "rows seq"]
     """Loss weights of the tokens: the result of `masks.token_weights` for the whole minibatch, cut to the rows of this
     micro-batch."""
@@ -110,7 +110,7 @@ def behaviour_weights(
     correction: Literal["truncate", "mask", "none"],
     cap: float,
 ) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, "rows seq"]]:
-    """Return (w after the correction, w before the correction) for w = pi_prox / mu, without gradient.
+    """Return (w after the correction, w before the correction) for w = pi_prox / mu, without gradient. C is `cap`.
 
     truncate:  min(w, C)
     mask:      w where 1/C <= w <= C, else 0: the policy term omits the token; other tokens keep their loss weights
@@ -134,7 +134,7 @@ def policy_loss(
     cfg: PPOConfig,
     kl_coef: float,
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """Return this micro-batch's share of the policy loss, and its stats (listed above).
+    """Return this micro-batch's share of the policy loss, and its stats (listed at the top of this file).
 
         L = sum_t weight_t * [ -w_t * g_t
                                + kl_coef * rho_t * k_t(pi, pi_ref)  if kl.where is "loss"
@@ -250,7 +250,8 @@ def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor
 def _anchored(
     log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the anchor's log-probs, w, and w before the correction (None under `anchor: sampler`)."""
+    """Return three things: the anchor's log-probs, w after the correction, and w before the correction (None under
+    `anchor: sampler`)."""
     if cfg.anchor == "sampler":
         return log_mu, torch.ones_like(log_mu), None
     log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)

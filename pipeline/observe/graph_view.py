@@ -73,7 +73,7 @@ class RunningNode:
 
     address: Address
     start_s: float | None
-    """Start time, seconds since the epoch."""
+    """Start time, seconds since the epoch. None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class GangView:
     workers: int
     is_up: bool
     running_nodes: tuple[RunningNode, ...]
-    """Running nodes. The node that has run longest comes first."""
+    """Running nodes. Nodes of unknown start time come first, then the node that has run longest."""
     num_queued: int
     """Number of nodes that are queued at busy workers."""
     wait_reason: str | None
@@ -113,7 +113,7 @@ class RunFacts:
     steps: int
     staleness: int
     links: tuple[tuple[str, str], ...] = ()
-    """Pairs (label, address or command)."""
+    """Pairs (label, web address or shell command). The page shows web addresses as links and commands as text."""
     logs: tuple[str, ...] = ()
     """Names of the workers' log files."""
 

@@ -48,9 +48,9 @@ class Flow:
             first_step: every earlier step is over and all its nodes are committed.
             committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
-            sampled_versions: shard's address -> version that sampled it. It has only the shards whose commits were lost
-                although other nodes have committed outputs that were computed from them. Each of these shards must be
-                sampled with the same version again.
+            sampled_versions: shard's address -> version that sampled it. The mapping has the shards that have no commit
+                although outputs that were computed from them are committed. Each of these shards must be sampled with
+                the same version again.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -66,8 +66,8 @@ class Flow:
         self._first = self._updated = self._next = first_step
         self._is_resumed = bool(first_step or self._committed or sampled_versions)
         self._reopened: set[Address] = set()
-        """Nodes whose commits were lost after a committed update had read them. They must run again, because a trainer
-        that is restored to an older version trains from their outputs."""
+        """Addresses of nodes whose commits are lost although an update that read their outputs is committed. These
+        nodes must run again, because a trainer that is restored to an older version trains from their outputs."""
         self._readers: dict[int, set[Address]] = {}
         """Version -> its readers that have no commit yet. A version is added when its publication is admitted."""
         self._awaited: set[int] = set()

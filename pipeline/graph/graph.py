@@ -84,7 +84,7 @@ class Node:
     """The parents whose stored output the node reads. The other parents only order it."""
     version: int
     """Version of the weights that the node needs: the critic's in `value` and `update_critic` nodes, else the policy's.
-    In a `publish` node: the version that it publishes. In a node that is handed out: the version to use."""
+    In a `publish` node: the version that it publishes. In a node that `Dispatch` has handed out: the version to use."""
     newest_version: int | None = None
     """Newest version that a `generate` node may use under `latest`; `version` is the oldest."""
 
@@ -169,7 +169,7 @@ def publish_node(version: int) -> Node:
 
 def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
     """Return the nodes that evaluate version v on the held-out prompts: generation, scores, and the reference's
-    log-probs for the KL. They run after the training generation that uses v. Under `latest` they run after the
+    log-probs for the KL. The nodes run after the training generation that uses v. Under `latest` they run after the
     generation of step v, before the engines load the next version."""
     nodes = []
     scheduled_step = version if spec.uses_latest else version + spec.staleness
@@ -196,8 +196,8 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
     """Return the step whose `step_nodes` include `canary[v]`: the last step that is generated with a version older than
-    v. Return v if there is no such step or it is earlier than v. Under `latest` always return v, because engines load a
-    new version as soon as they can."""
+    v. Return v if there is no such step or that step is earlier than v. Under `latest` always return v, because engines
+    load a new version as soon as they can."""
     if spec.uses_latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
@@ -287,8 +287,8 @@ _TRAINED_FROM = {
 
 
 def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
-    """Return the addresses of the nodes of one step whose commits are lost although an update was trained from them.
-    The update counts as trained if it, or the next one of its stage, is in `committed`."""
+    """Return the addresses of one step's nodes that have no commit although an update has been trained from their
+    outputs. The update counts as trained if it, or the next one of its stage, is in `committed`."""
     nodes = list(nodes)
     return {
         node.address

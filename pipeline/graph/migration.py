@@ -36,7 +36,7 @@ little about larger copies."""
 
 @dataclass(frozen=True)
 class Migration:
-    """An instruction: these rows migrate from one replica to another, one after the other."""
+    """An instruction to the replica `source`: migrate `rows` to the replica `target`, one row after the other."""
 
     source: int
     target: int
@@ -60,8 +60,8 @@ def plan_migrations(
     closed: Collection[int] = (),
     waiting_s: float = 0.0,
 ) -> list[Migration]:
-    """Return the migrations to order: for each version, the migrations of the plan whose work ends soonest. They are
-    left out if the plan saves no more than the fraction `MIN_GAIN` of the rows' time.
+    """Return the migrations to order: for each version, the migrations of the plan whose work ends soonest. The
+    migrations of a version are left out if their plan saves no more than the fraction `MIN_GAIN` of the rows' time.
 
     Rows go to replicas with the same version of the weights, and only into free places. No replica both sends and
     receives rows. Nothing migrates before some replica has a measured cost of its passes.
@@ -307,7 +307,7 @@ class MigrationPlanner:
         self, usable: Collection[int], busy: Collection[int], waiting: Mapping[int, int], now_s: float
     ) -> list[tuple[int, Migration]]:
         """Return the migrations to order now, each with its number. There are none while an ordered migration is under
-        way, while a usable replica has yet to report, or if nothing has changed since the last call that made a plan.
+        way or a usable replica has yet to report. There are also none if nothing has changed since the last plan.
 
         Args:
             usable: replicas that get work.

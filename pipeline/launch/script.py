@@ -176,8 +176,8 @@ def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
     Slurm starts each gang as a job step, and the steps share the nodes. Each step gets all CPUs of its nodes. If its
     workers need GPUs, it also gets all GPUs that the job has on these nodes. Slurm does not bind tasks to CPUs or GPUs,
     because NCCL does not use NVLink to a GPU that a control group hides from the process (NVIDIA/nccl#1066). Each
-    worker reports the GPUs that it sees, and the driver assigns some of them to it. `--cpus-per-task` is not given,
-    because with it the steps on a node would get the same CPUs.
+    worker reports the GPUs that it sees, and the driver assigns some of these GPUs to the worker. `--cpus-per-task` is
+    not given, because with it the steps on a node would get the same CPUs.
     """
     for number, group in enumerate(shape.groups):
         where = f"--het-group={number}" if shape.heterogeneous else f"--relative={shape.first_node(group)}"
@@ -269,8 +269,8 @@ def job_shape(config: RunConfig) -> JobShape:
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
     """Return the key by which groups of nodes are sorted. `host` is the gang that owns the nodes.
 
-    The policy's nodes come first. So if every gang has nodes of its own or runs beside a gang with nodes of its own,
-    the batch node is the first of the policy's nodes. The driver then runs beside ranks of the policy."""
+    The policy's nodes come first. So if every gang runs on nodes that belong to some gang, the batch node is the first
+    of the policy's nodes. The driver then runs beside ranks of the policy."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 

@@ -88,8 +88,8 @@ class Evaluation:
     """Number of distinct bigrams / number of all bigrams, over all responses. Low for a repetitive policy. None if no
     response has two tokens."""
     kl: float | None = None
-    """KL divergence from the reference in nats per response: log mu - log pi_ref (mu: the policy that sampled
-    the tokens), summed over the tokens of each response, then averaged over the responses. None until the reference has
+    """KL divergence from the reference, in nats per response. It is log mu - log pi_ref, summed over the tokens of each
+    response and averaged over the responses. mu is the policy that sampled the tokens. None until the reference has
     scored the responses."""
     length: float | None = None
     """Mean number of sampled tokens per response, EOS included."""

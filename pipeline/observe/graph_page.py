@@ -46,8 +46,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Headers of each response. With them a browser runs only the page's own script, even if a run's name or a worker's
-message contains another script."""
+"""Headers of each response. With these headers a browser runs only the page's own script, even if a run's name or a
+worker's message contains another script."""
 
 
 def render_page(view: GraphView) -> str:

@@ -382,8 +382,8 @@ def _with_recorded_states(
 def _recorded_waits(
     statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> dict[str, Wait]:
-    """Return a dictionary: name of an idle gang -> what the gang waits for. It is derived from the recorded states.
-    (For a live run, `ObservedDispatch.find_waits` returns it.)"""
+    """Return a dictionary: name of an idle gang -> what the gang waits for. The waits are derived from the recorded
+    states. (In a live run, `ObservedDispatch.find_waits` finds the waits.)"""
     running: defaultdict[str, list[Address]] = defaultdict(list)
     worker_of: dict[Address, str] = {}
     for status in statuses:

@@ -144,8 +144,9 @@ class History:
         return all(address in known_commits or self.ledger.find(address) is not None for address in ends)
 
     def finished_steps(self) -> list[int]:
-        """Return the numbers of the finished steps. These are all steps whose ledger segments are closed or whose
-        arrays were deleted, and each later step whose updates, advantages and generated shards are all committed."""
+        """Return the numbers of the finished steps. All steps whose ledger segments are closed or whose arrays were
+        deleted are finished. A later step is finished if its updates, advantages and generated shards are all
+        committed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
         return finished_steps(self.spec, over, self.ledger.addresses(from_step=over))
 

@@ -22,8 +22,8 @@ def read_static(*names: str) -> str:
 
 
 def content_security_policy(style: str, script: str, *further_directives: str) -> str:
-    """Return a content security policy. It allows this style and this script. It forbids everything else, except what
-    one of the `further_directives` allows. These are appended to the policy."""
+    """Return a content security policy. The policy allows this style and this script, and what the `further_directives`
+    allow. It forbids everything else. The further directives are appended to the policy."""
     own = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
     return "; ".join([own, *further_directives])
 

@@ -73,7 +73,7 @@ class ParallelRank:
     @property
     def is_output_rank(self) -> bool:
         """True if this rank passes on the model's outputs. All tensor-parallel ranks of the last stage compute the same
-        outputs, and one of them passes them on."""
+        outputs, and only tensor-parallel rank 0 passes them on."""
         return self.last_stage and self.tensor_rank == 0
 
 
@@ -111,7 +111,7 @@ def create_groups(
     layout: LayoutConfig, seed: int, device: torch.device, missing_ranks: CollectiveWatch
 ) -> ParallelRank:
     """Create Megatron's groups after all ranks of the gang have joined its process group. Return this process's rank in
-    them."""
+    the groups."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -174,8 +174,8 @@ def is_on_one_host(rank: Rank) -> bool:
 # ---- missing ranks ---------------------------------------------------------------------------------------
 
 _RENDEZVOUS_S = 86_400.0
-"""Maximum number of seconds that a rank waits until all ranks have joined. It is long, because the process that starts
-the ranks has a deadline of its own, after which it ends them."""
+"""Maximum number of seconds that a rank waits until all ranks have joined. The limit is long, because the process that
+starts the ranks has its own deadline, after which it ends the ranks."""
 _LONGEST_ANSWER_S = 30.0
 """Maximum number of seconds to wait until the other ranks report that a collective failed for them too."""
 _ANSWER_S = 2.0
@@ -203,7 +203,7 @@ class CollectiveWatch:
 
     @contextmanager
     def collectives_of(self, where: str) -> Iterator[None]:
-        """Return a context in which to make collective calls. `where` names the node that makes them.
+        """Return a context in which to make collective calls. `where` names the graph node that makes the calls.
 
         Raises:
             RanksMissing: a collective failed, and not every rank has seen it fail.
@@ -295,10 +295,11 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_li
 def run_megatron_without_cuda(device: torch.device = CPU) -> None:
     """Make megatron-core run on a torch without CUDA, on `device`. A second call, or a call with CUDA, does nothing.
 
-    megatron-core asks for CUDA devices, generators and tensor type names by name. Its modules that are already imported
-    get a copy of the torch module that uses `device` instead of CUDA. All other code in the process keeps the real
-    torch, except for two methods of Tensor. `cuda` moves the tensor to `device`. `type` without arguments gives tensors
-    on `device` the names of CUDA's types, such as "torch.cuda.FloatTensor". Call this in worker processes only."""
+    megatron-core asks for CUDA devices, generators and tensor type names by name. Each module of megatron-core that is
+    imported already gets a copy of the torch module. The copy uses `device` instead of CUDA. All other code in the
+    process keeps the real torch, except for two methods of Tensor. `cuda` moves the tensor to `device`. `type` without
+    arguments gives tensors on `device` the names of CUDA's types, such as "torch.cuda.FloatTensor". Call this in worker
+    processes only."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
     cuda = _view(
@@ -342,8 +343,8 @@ def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[
 
 
 def _cuda_type_name(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a `Tensor.type` that gives the device's tensors names such as "torch.cuda.FloatTensor", which
-    megatron-core's optimizers compare."""
+    """Return a `Tensor.type` that gives tensors on `device` the type names of CUDA's tensors, such as
+    "torch.cuda.FloatTensor". megatron-core's optimizers compare these names."""
     own = "torch." if device == CPU else f"torch.{device.type}."
 
     @functools.wraps(original)

@@ -1,18 +1,20 @@
-"""Write the trained weights of a gang to a board. Every rank writes its own parts of the tensors at their offsets.
+"""Write the trained weights of a gang to a board. Each rank that writes puts its parts of the tensors at their offsets
+in the version's file.
 
     rank 0        lists ─► opens an attempt ─► writes ─► receives from other hosts ─► sums some ─► links the manifest
     same host     lists ──────────┴──────────► writes ────────────────┤               sums some ──┘
     another host  lists ──────────┴──────────► sends its parts ───────┘
 
-A rank lists the parts of tensors that it writes (`Slab`). To sum tensors is to compute their checksums from the file.
+A rank lists the parts of tensors that it writes (`Slab`). An attempt is a version that is being written
+(`WeightAttempt`). To sum tensors is to compute their checksums from the file.
 
 Without LoRA no rank gathers a tensor. Beside the model's state a rank then needs one block of `BLOCK_BYTES` on the
 device and one on the host. Only ranks with data-parallel rank 0 write. With LoRA the tensor-parallel ranks of a stage
 gather one whole tensor at a time, and one of them merges and writes it. The tensors' order in the file, and so the
 manifest's digest, is the same in every layout.
 
-The calls are collective. A rank that cannot write goes on with the calls, so that no other rank waits for it. At the
-end rank 0 raises its error.
+The calls are collective. A rank whose write fails goes on with the calls, so that no other rank waits for it. At the
+end rank 0 raises the first error of all ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Slab:
 
 
 def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: int) -> Manifest | None:
-    """Write the trained weights to the board as version `version`. Return its manifest on rank 0, None on the others.
+    """Write the trained weights to the board as version `version`. Return the version's manifest on rank 0, None on the
+    other ranks.
 
     Errors are raised on rank 0 only. ValueError means that the version exists with other bits. StoreRefused means that
     the board's memory is full. An error of the board on another rank is raised on rank 0 too."""

@@ -4,10 +4,10 @@
                                          ├─► the embedded engine: model, ranks/rank_model
                                          └─► the checks before a run: pipeline/config/preflight
 
-To add a family that computes as Llama does, or that only uses features which are already here (biases of queries, keys
-and values; norms of queries and keys), add an entry to `FAMILIES`. A new feature also needs a field of `ModelSpec`, its
-tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses models
-of other families, and models with features that are not supported.
+A new family that computes as Llama does only needs an entry in `FAMILIES`. The same holds if its other features are
+already here: biases of queries, keys and values; norms of queries and keys. A new feature also needs a field of
+`ModelSpec`, its tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine.
+`spec_of` refuses models of other families, and models with features that are not supported.
 
 The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`) and the readers of a
 Hugging Face directory's small JSON files. It defines the random models (`random:tiny`, …), which are Llamas without

@@ -10,7 +10,7 @@ again, a fourth product beside the three that each block needs.
 
 The distribution is the sampler's (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
 operands of every product are bfloat16 and logits are float32, as in the engine. Logits rounded to bfloat16 would be
-another distribution: those near 20 would be multiples of 1/8.
+another distribution: logits near 20 would be multiples of 1/8.
 
 Shape suffixes: N sampled tokens of the micro-batch, H hidden size, V this tensor-parallel rank's part of the
 vocabulary, W tokens of a block, K blocks.

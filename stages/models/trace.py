@@ -216,8 +216,8 @@ _BACKEND = "cpu:fake,fakegpu:fake"
 
 @contextmanager
 def _fake_gang(recorder: Recorder) -> Iterator[None]:
-    """Return a context in which a host joins a gang without other processes, and gets tensors that have only shapes
-    instead of weights from files."""
+    """Return a context in which a host joins a gang without other processes. In the context, no weights are read from
+    files: the host gets tensors that have only shapes."""
     device = fake_device()
 
     def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:

@@ -36,7 +36,7 @@ _COMPILE_TIMEOUT_S = 120
 
 
 class NoNativeKernelsError(RuntimeError):
-    """This machine cannot build or load the kernels. The message says why."""
+    """An error for a machine that cannot build or load the kernels. The message says why."""
 
 
 def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:

@@ -62,8 +62,9 @@ class PolicyLossInputs:
     ref_logprobs: Float[Tensor, "rows seq"] | None
     """log pi_ref. Needed if `kl.where` is "loss", None otherwise."""
     stale_optimizer_steps: Int[Tensor, "rows seq"]
-    """s_prox - s_mu: number of optimizer steps from the weights that drew the token to the start of this update, which
-    is (step - token_versions) * epochs * minibatches. Skipped steps count too. Read if `proximal` is "loglinear"."""
+    """s_prox - s_mu: number of optimizer steps from the weights that drew the token to the start of this update. The
+    number is (step - token_versions) * epochs * minibatches. Skipped steps count too. Read if `proximal` is
+    "loglinear"."""
     optimizer_steps_taken: int
     """s_pi - s_prox: number of optimizer steps since the start of this update."""
 

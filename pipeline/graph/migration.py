@@ -284,10 +284,10 @@ class MigrationPlanner:
             self._ended(number, moved=False)
 
     def arrived(self, number: int, num_rows: int, num_bytes: int, held_s: float, standstill_s: float) -> None:
-        """Record that a migration is over.
+        """Record that a migration is over. `number` is the number that `next_migrations` gave it.
 
         Args:
-            num_rows: number of its rows that were accepted.
+            num_rows: number of the migration's rows that the target accepted.
             num_bytes: bytes of keys and values that were copied.
             held_s: seconds for which passes waited for the copies, of both replicas together.
             standstill_s: seconds for which rows stood still, of all rows together.

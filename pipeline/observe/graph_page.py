@@ -193,7 +193,8 @@ def stage_labels_svg(view: GraphView) -> str:
 
 
 def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
-    """Return the beginning of an SVG drawing: a background with one row per stage. Every second row is shaded."""
+    """Return the beginning of an SVG drawing: a background with one row per stage. Every second row is shaded. `kind`
+    is the drawing's CSS class."""
     height = HEAD_H + len(stages) * ROW_H + 6
     parts = [f'<svg class="{kind}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
     for i in range(len(stages)):
@@ -285,8 +286,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str, int]) -> list[str]:
-    """Return the staleness edges as SVG. All shards of a step share one edge from each publication for which they
-    wait."""
+    """Return the staleness edges as SVG. All shards of a step share one edge from each publication for which they wait.
+    `x_of`: step -> left edge of its column. `y_of`: stage -> upper edge of its row."""
     nodes = {node.address: node for node in view.nodes}
     ends: dict[tuple[Address, int], list[NodeView]] = {}
     for publication, generation in view.staleness_edges:

@@ -95,7 +95,8 @@ class WorkerLosses:
 
         The only metric is `trainer/lost_s`: the seconds from the loss until the trainer trained again, summed over
         these trainers. There is no metric if no trainer has trained again. If a trainer was lost several times before
-        it trained again, its time is counted from the first loss."""
+        it trained again, its time is counted from the first loss. The messages also say how many updates were replayed,
+        according to the step's `metrics`."""
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
         for number, loss in enumerate(self.losses):

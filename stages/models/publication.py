@@ -118,8 +118,8 @@ def own_slabs(model: GPTModel, blueprint: Blueprint) -> list[Slab]:
 
 
 def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-    """Yield (part, rows of the part, the rows as an array) for every block of the parts that this rank writes. With
-    LoRA the call is collective."""
+    """Yield (part, rows of the part, the rows as an array) for every block of the parts that this rank writes. `slabs`
+    is the result of `own_slabs`. With LoRA the call is collective."""
     rank, tensors = blueprint.parallel_rank, iter(list[Tensor]())
     if not blueprint.model.lora.rank:
         tensors = (part.local_part(rank.tensor_rank)[1] for part in _own_parts(model, blueprint))

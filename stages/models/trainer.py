@@ -181,7 +181,7 @@ class Trainer:
         - A minibatch whose approx_kl is above `target_kl` ends the update before its optimizer step.
 
         All ranks decide the same, since every rank knows all rows, and the gradient norm and the approx_kl are taken
-        over all ranks.
+        over all ranks. `trunk` has the frozen blocks below the trained model; None if no block is frozen.
 
         Returns:
             The stats of this rank's micro-batches, one list per computed minibatch; the lists are empty except on the

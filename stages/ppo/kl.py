@@ -23,7 +23,7 @@ MAX_RELATIVE_ERROR = 0.2
 def token_kl(
     logprobs: Float[Tensor, "rows seq"], ref_logprobs: Float[Tensor, "rows seq"], estimator: KLEstimator
 ) -> Float[Tensor, "rows seq"]:
-    """Return an estimate of KL(pi || pi_ref) at every token, in nats.
+    """Return an estimate of KL(pi || pi_ref) at every token, in nats, with d = logprobs - ref_logprobs.
 
     k1 = d                   unbiased, either sign
     k2 = d^2 / 2             biased, never negative

@@ -198,8 +198,9 @@ def value_loss(
 
         L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
 
-    If the `value_clip` c is None, the second square is left out. The stats have no maxima. Their sums are critic/loss,
-    critic/clipfrac (share of tokens whose clipped square is larger than the other one) and critic/mean (mean of V).
+    V is `new_values`. V_old and G are the old values and the returns of `inputs`. If the `value_clip` c is None, the
+    second square is left out. The stats have no maxima. Their sums are critic/loss, critic/clipfrac (share of tokens
+    whose clipped square is larger than the other one) and critic/mean (mean of V).
     """
     mask = inputs.mask
     v = torch.where(mask, new_values, 0)

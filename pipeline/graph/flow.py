@@ -106,8 +106,9 @@ class Flow:
             self.advance()
 
     def _update_window(self, node: Node) -> None:
-        """Update the window after a commit: readers of weights, updates, finished steps. This method admits no steps.
-        `advance` does that in a loop, because a resumed run may find thousands of committed steps."""
+        """Update the window after a node's commit: the readers of weights, the trained steps and the finished steps.
+        This method admits no steps. `advance` does that in a loop, because a resumed run may find thousands of
+        committed steps."""
         step = step_of_node(node)
         if self._reopened:
             self._reopened.discard(node.address)

@@ -104,7 +104,7 @@ class Node:
     @property
     def scheduled_step(self) -> int:
         """Step whose progress the node serves. For an evaluation or a canary it may be later than the step of its
-        address, and for a publication it is one earlier."""
+        address, and for a publication it is one step earlier."""
         return self.priority[0]
 
 
@@ -288,7 +288,8 @@ _TRAINED_FROM = {
 
 def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
     """Return the addresses of one step's nodes that have no commit although an update has been trained from their
-    outputs. The update counts as trained if it, or the next one of its stage, is in `committed`."""
+    outputs. An update counts as trained if the update itself, or the update of the same stage in the next step, is in
+    `committed`."""
     nodes = list(nodes)
     return {
         node.address
@@ -300,7 +301,7 @@ def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Addr
 
 
 def _is_update_committed(update: Node, committed: Set[Address]) -> bool:
-    """Return True if this update or the next one of the same stage is committed."""
+    """Return True if this update, or the update of the same stage in the next step, is committed."""
     after = Address(update.stage, update.address.step + 1)
     return update.address in committed or after in committed
 
@@ -340,7 +341,8 @@ def run_nodes(spec: GraphSpec) -> Iterator[Node]:
 
 def window_size(spec: GraphSpec) -> int:
     """Return the number of steps that the driver keeps in flight: eta + 2. Step i + eta + 1 cannot generate before
-    step i is published, so a wider window would only hold nodes that cannot run."""
+    version i + 1, the result of step i, is published. A wider window would therefore only hold nodes that cannot
+    run."""
     return spec.staleness + 2
 
 

@@ -143,8 +143,8 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: ScriptValues) -> Ite
 
 
 def _merge_groups(shape: JobShape) -> NodeGroup:
-    """Merge the groups of a plain job into one group with all nodes and gangs. Its nodes are alike, so each has as many
-    CPUs and GPUs as the most demanding group needs."""
+    """Merge the groups of a plain job into one group with all nodes and gangs. All nodes of a plain job are alike, so
+    each has as many CPUs and GPUs as the most demanding group needs."""
     first = shape.groups[0]
     return NodeGroup(
         nodes=shape.nodes,

@@ -135,8 +135,8 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
 
 @contextmanager
 def _hold_submission_locks(runs: Sequence[RunPaths]) -> Iterator[None]:
-    """Hold the submission lock of each run during the `with` block. The block looks for existing jobs of the runs,
-    submits, and records the new job.
+    """Hold the submission lock of each run during the `with` block. In the block, the caller looks for existing jobs of
+    the runs, submits the new job, and records it.
 
     Raises:
         ConfigError: another process is submitting one of the runs."""

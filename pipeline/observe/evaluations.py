@@ -30,7 +30,7 @@ class PairedScores:
     """Mean score of the first set."""
     mean_after: float
     gain: float
-    """Mean over the prompts of the score in the second set minus the score in the first set."""
+    """Mean gain per prompt: score in the second set minus score in the first set."""
     error: float | None
     """Standard error of the gain. None for fewer than two prompts."""
     t_statistic: float | None

@@ -148,9 +148,9 @@ class ModelHost(Protocol):
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:
-        """Restore a checkpoint that `save` wrote in any layout, bit for bit. With None go back to version 0, built from
-        the config and the run's seed. Raises StateError on every rank if the checkpoint is of another model or damaged.
-        The role is then unchanged or dirty."""
+        """Restore a checkpoint that `save` wrote in any layout, bit for bit. If `directory` is None, go back to version
+        0, built from the config and the run's seed. Raises StateError on every rank if the checkpoint is of another
+        model or damaged. The role is then unchanged or dirty."""
         ...
 
     def publish(self, board: WeightBoard, version: int) -> Manifest | None:
@@ -173,8 +173,8 @@ class ModelHost(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the devices for other processes until a role is needed again. This frees gradient buffers and, on a GPU,
-        moves models and optimizers to the host's memory. A second call does nothing."""
+        """Free the devices for other processes until a role is needed again. The call frees gradient buffers and, on a
+        GPU, moves models and optimizers to the host's memory. A second call does nothing."""
         ...
 
     def close(self) -> None: ...

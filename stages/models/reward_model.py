@@ -67,8 +67,8 @@ training rows. It returns (the micro-batch's share of the minibatch's loss, stat
 on rows whose index is `NO_ROW`."""
 
 NO_ROW = -1
-"""Index that stands for a row that does not count in the loss. A rank without rows of its own computes rows that do not
-count."""
+"""Index that stands for a row that does not count in the loss. A rank that has no share of the rows computes copies of
+other rows, which do not count."""
 _ROLE = Role.CRITIC
 
 
@@ -159,7 +159,7 @@ class RewardModel:
 
     def train(self, step: int, batch: GroupedRows) -> dict[str, float]:
         """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, and three metrics: `lr`,
-        `grad_norm` and `skipped_steps`. The last is 1 if the gradient was not finite; then the weights did not
+        `grad_norm` and `skipped_steps`. `skipped_steps` is 1 if the gradient was not finite; then the weights did not
         change."""
         trainer = self._trained()
         assert self._total_steps is not None
@@ -336,8 +336,8 @@ def _multiple(blueprint: Blueprint) -> int:
 # ---- files -----------------------------------------------------------------------------------------------
 
 _HEAD = 2
-"""Second part of the seed with which a new head is drawn; the first part is the run's seed. So its random numbers
-differ from others that are drawn with the run's seed."""
+"""Second part of the seed with which a new head is drawn; the first part is the run's seed. So the head's random
+numbers differ from all others that are drawn with the run's seed."""
 
 
 def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:

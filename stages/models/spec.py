@@ -35,8 +35,8 @@ class Family:
     """Key of config.json -> its only supported value. These keys decide how the model is computed. A missing or null
     key counts as the supported value."""
     needs: tuple[str, ...] = ()
-    """Keys that config.json must have. If one were missing, transformers would use a default that fits only one model
-    of the family."""
+    """Keys that config.json must have. If such a key were missing, transformers would use a default that fits only one
+    model of the family."""
     windowed: bool = False
     """True if the key `sliding_window` limits attention when it is not null. Then only rows up to the window's length
     are supported."""

@@ -264,8 +264,8 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Restore a checkpoint bit for bit. It may have been saved in another layout.
 
-        Raises StateError if the checkpoint belongs to another architecture or program; the model is then unchanged.
-        Also raises StateError if a tensor does not fit or cannot be read; the model is then dirty."""
+        Raises StateError if the checkpoint has another architecture or was written by another program; the model is
+        then unchanged. Also raises StateError if a tensor does not fit or cannot be read; the model is then dirty."""
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
         self.dirty = True  # until everything is loaded
@@ -294,7 +294,7 @@ class Trainer:
             set_scale_state(self._scaler, self._first_scale)
 
     def drop_work(self) -> None:
-        """Free the gradient buffers and the kept forwards."""
+        """Free the gradient buffers and the hidden states kept from forward passes."""
         self._forget_forwards()
         self._optimizer.zero_grad()  # drops its references to the buffers
         release(self._gradient_buffers())
@@ -308,8 +308,8 @@ class Trainer:
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version and mark it uncommitted. Drop the previous version's kept forwards. (They are still there if
-        all minibatches were empty or the role was not trained.)"""
+        """Set the version and mark it uncommitted. Drop the hidden states kept from forward passes of the previous
+        version. (They are still there if all minibatches were empty or the role was not trained.)"""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -337,8 +337,8 @@ class Trainer:
             release(self._gradient_buffers())
 
     def _beside_weights(self) -> Iterator[Tensor]:
-        """Yield masters and moments, without masters that share memory with the model's weights. (In float32 the
-        weights are their own masters.)"""
+        """Yield master weights and moments, except master weights that share memory with the model's weights. (In
+        float32 the model's weights are also the master weights.)"""
         (inner,) = self._optimizer.chained_optimizers
         weights = {storage._cdata for storage in storages(self.model.parameters())}
         masters = [master.tensor for master in masters_of(inner)]
@@ -466,7 +466,7 @@ MINIMUM_SCALE = 1.0
 skipped."""
 GROWTH_INTERVAL = 1000
 """Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled. This is Megatron's
-own default. When a doubling makes gradients overflow, one step in a thousand is lost."""
+own default. If every doubling makes gradients overflow, one step in a thousand is lost."""
 
 
 def scaler_options(dtype: torch.dtype) -> dict[str, Any]:

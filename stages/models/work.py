@@ -39,8 +39,8 @@ class UpdateWork:
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device, products: Products = Products.TORCH) -> float:
-    """Return the operations per second of a large product with this process's threads: the best of several runs. This
-    estimates the hardware's peak. The estimate is too low if the machine has other load."""
+    """Return the operations per second of a large product with this process's threads: the best of several runs. The
+    result estimates the hardware's peak. The estimate is too low if the machine has other load."""
     size = _MEASURED[device.type]
     generator = torch.Generator(device).manual_seed(0)  # a new one, since the run uses the process's generator
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))

@@ -234,8 +234,8 @@ def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return g of `policy_loss`, and the stats of the clips by name. A stat is 1 for each token whose gradient the clip
-    removed, else 0."""
+    """Return g of `policy_loss`, and the stats of the clips by name. A stat is 1 for each token at which the clip
+    removed the gradient, else 0."""
     unclipped = u * advantages
     high = cfg.clip if cfg.clip_high is None else cfg.clip_high
     clipped = u.clamp(1 - cfg.clip, 1 + high) * advantages
@@ -307,7 +307,8 @@ class LossStats:
     """Detached scalars of one micro-batch.
 
     `sums` have the same weights as the loss (`masks.token_weights` of the whole minibatch). To get the mean over a
-    minibatch, ADD them over its micro-batches and ranks. `maxima` are combined by MAX. Other ways to combine are wrong.
+    minibatch, ADD the sums of its micro-batches and ranks. `maxima` are combined by MAX. Other ways to combine are
+    wrong.
     """
 
     sums: Mapping[str, Tensor]
@@ -323,8 +324,8 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
 
 
 def summarise_stats(minibatches: Sequence[LossStats]) -> dict[str, float]:
-    """Return the metrics of an update from its minibatches: the mean of each sum, the largest of each maximum. Needs at
-    least one minibatch."""
+    """Return the metrics of an update from its minibatches: the mean of each sum over the minibatches, and the largest
+    value of each maximum. Needs at least one minibatch."""
     means = {n: float(torch.stack([m.sums[n] for m in minibatches]).mean()) for n in minibatches[0].sums}
     maxima = {n: float(torch.stack([m.maxima[n] for m in minibatches]).amax()) for n in minibatches[0].maxima}
     return means | maxima

@@ -57,8 +57,8 @@ class EventKind(StrEnum):
     """`worker` finished a migration of rows to another replica. `detail` lists the number of accepted rows, the copied
     bytes and the waiting times. If the replica refused rows, it also says why."""
     DEVICES_HANDED_OVER = "devices_passed"
-    """The workers of `gang` released the devices that it shares with other gangs. `detail` names the gang that takes
-    them over, and the seconds that the release took."""
+    """The workers of `gang` released the devices that this gang shares with other gangs. `detail` contains the name of
+    the gang that uses the devices next, and the duration of the release in seconds."""
     ENGINE = "engine"
     """An engine was built. `detail` lists what the engine supports, and the guarantees that the run lacks because of
     the engine. Later engines with the same `detail` are not recorded."""
@@ -73,12 +73,13 @@ class Event:
     kind: EventKind
     stage: str | None = None
     step: int | None = None
-    """The step. For the stages `publish`, `canary` and `evaluate*`, and for PUBLISHED, the version of the weights."""
+    """The PPO step that the event belongs to. For the stages `publish`, `canary` and `evaluate*`, and for events of
+    kind PUBLISHED, it is the version of the weights instead."""
     shard: int | None = None
     rank: int | None = None
-    """The rank that ran the node. In STARTED and FINISHED, rank 0 always has an event. Another rank has an event only
-    if it has a warning, or if its times differ from rank 0's. Differences up to 0.1 s, or up to a tenth of rank 0's
-    duration, do not count."""
+    """The rank that ran the node. Rank 0 always has the events STARTED and FINISHED. Another rank has these events only
+    if it has a warning, or if its times differ from the times of rank 0. Differences up to 0.1 s, or up to a tenth of
+    the duration on rank 0, do not count."""
     gang: str | None = None
     worker: str | None = None
     attempt: str | None = None
@@ -114,17 +115,19 @@ class Journal(Closing):
     def __init__(
         self, path: Path, listener: Callable[[Event], None] = lambda event: None, *, part_bytes: int = PART_BYTES
     ) -> None:
-        """Open the file and truncate an incomplete last line. Raises AppendFailed."""
+        """Open the file and truncate an incomplete last line. Raises AppendFailed if this is not possible.
+        `part_bytes`: size at which the file is renamed to a numbered part."""
         self.path = path
         self._listener = listener
         self._part_bytes = part_bytes
         self._file = LineFile(path)
 
     def append(self, event: Event) -> None:
-        """Write a whole event or nothing, with secrets redacted.
+        """Write a whole event or nothing, with secrets redacted. Then call `listener`.
 
         Raises:
-            AppendFailed: the line cannot be written, for example because the disk is full."""
+            AppendFailed: the line cannot be written, for example because the disk is full; or the line is written, but
+                the next part cannot be begun. In both cases `listener` is not called."""
         if event.detail is not None or event.command is not None:
             event = replace(event, detail=redacted(event.detail), command=redacted(event.command))
         self._file.append(event.to_json())
@@ -157,8 +160,8 @@ class Journal(Closing):
 
 
 def journal_exists(path: Path) -> bool:
-    """Return True if a run has a journal. If the driver died between two parts, there is no `events.jsonl`, but there
-    are numbered parts."""
+    """Return True if `path` (`events.jsonl`) or a numbered part exists. If the driver died after it had renamed
+    `events.jsonl` to a numbered part, only numbered parts exist."""
     return path.exists() or bool(_list_parts(path))
 
 
@@ -166,7 +169,8 @@ def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of all parts, in the order in which they were written.
 
     A last line without a newline is skipped, because it is incomplete or still being written. In place of any other
-    line that is not an event, a `WARNED` event is yielded. Its time is the time of the preceding event.
+    line that is not an event, a `WARNED` event is yielded. It has the time of the preceding event, or 0.0 if no event
+    precedes it.
 
     Raises:
         FileNotFoundError: there is no journal."""
@@ -188,8 +192,12 @@ def read_events(path: Path) -> Iterator[Event]:
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
     """Open every part. Return (path, open file) of each part, in order.
 
-    The newest part is opened first. The driver may rename it to a numbered part before the numbered parts are listed.
-    Then the list contains the same file again. The function detects this by comparing inodes, and leaves it out."""
+    The newest part, `events.jsonl`, is opened first. The driver may rename it to a numbered part before the numbered
+    parts are listed. Then the list contains the same file a second time. The function recognises the file by its inode,
+    and leaves out this entry of the list and all later entries.
+
+    Raises:
+        FileNotFoundError: there is no journal."""
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _list_parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _list_parts(path):
@@ -248,7 +256,7 @@ class LineFile(Closing):
     """A file of lines that is open for appending."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file and truncate an incomplete last line. Raises AppendFailed."""
+        """Open or create the file and truncate an incomplete last line. Raises AppendFailed if this is not possible."""
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -289,8 +297,8 @@ class LineFile(Closing):
 
 
 def _complete_lines_bytes(descriptor: int, block: int = 1 << 16) -> int:
-    """Return the number of bytes of a file up to and including its last newline. The file is read backwards from its
-    end."""
+    """Return the number of bytes of a file up to and including its last newline, or 0 if it has no newline. The file is
+    read backwards from its end, `block` bytes at a time."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - block)

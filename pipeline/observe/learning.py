@@ -3,11 +3,12 @@
 The alarms (pipeline/driver/alarms.py) count the steps in a row in which a rule is violated. At the end of a run, the
 rules that raised an alarm are shown again, with advice. Pure functions.
 
-    equal_groups     at most prompts, all responses have the same score, so their advantages are 0
-    cut_responses    most responses are cut by the length limit; checked only if the advantages compare the
-                     responses to one prompt with each other
+    equal_groups     for half of the prompts or more, all responses have the same score, so their advantages are 0
+    cut_responses    half of the responses or more are cut by the length limit; checked only if the advantages compare
+                     the responses to one prompt with each other
     constant_score   all responses of the step have the same score
-    constant_length  all responses of the step have the same length, though the config permits others
+    constant_length  all responses of the step have the same length, though the config permits other lengths; not
+                     violated if the length limit cut all responses
     unmoved          no optimizer step changed the policy
 """
 

@@ -126,7 +126,8 @@ class Progress:
         """Worker that is up or expected to come up -> its gang."""
         self._together = frozenset(rebuilt_together)
         self._loading = dict.fromkeys(self._gangs, self._started)
-        """Worker that is not up -> time at which it began to load its models."""
+        """Worker that is loading its models -> time since when it counts as loading: the start of the display, or the
+        loss of the worker."""
         self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
@@ -200,7 +201,7 @@ class Progress:
             self._print("link", f"{label}: {address}", label=label, address=address)
 
     def on_recovery(self, text: str) -> None:
-        """Report that a lost worker has trained again."""
+        """Print `text`, which says that a lost worker has trained again."""
         self._print("recovered", text, text=text)
 
     def print_alarm(self, text: str) -> None:

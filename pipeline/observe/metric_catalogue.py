@@ -53,8 +53,9 @@ class Panel:
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
-    """Pairs (name of a metric, label). A name may contain `*`, which matches any text. If at least two metrics match,
-    each is drawn, and the matched part is put before the label. If fewer match, none is drawn."""
+    """Pairs (name of a metric, label). A name may contain `*`, which matches any text. If such a name matches at least
+    two metrics, each of these metrics is drawn, and the text that `*` matched is put before the label. If it matches
+    fewer, nothing is drawn for this pair."""
     healthy: float | None = None
     """Ideal value, drawn as a dashed line."""
 
@@ -295,7 +296,8 @@ def terminal_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 def select_tracked(
     values: Mapping[str, float], meaningless: Collection[str], tracked_before: Collection[str]
 ) -> dict[str, float]:
-    """Return the metrics of a step or version to log in experiment tracking. The metrics of the overview come first.
+    """Return the metrics of a step or version to log in experiment tracking: name -> value. The metrics of `OVERVIEW`
+    are contained twice: at the beginning under their second names, and then under their own names.
 
     Args:
         values: all metrics.
@@ -321,7 +323,8 @@ MIN_ENTROPY = 0.1
 MIN_ENTROPY_FRACTION = 0.2
 """Lowest healthy entropy, as a fraction of the first step's entropy."""
 MAX_NEGATIVE_STEPS = 5
-"""Number of latest steps. If all of them have a negative explained variance, the explained variance is unhealthy."""
+"""The explained variance is unhealthy if it was negative in this many steps in a row. Steps without the metric do not
+count."""
 RECENT_STEPS = 50
 """Number of recent steps that callers keep for `find_unhealthy_numbers`."""
 

@@ -80,7 +80,8 @@ STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """The delivery of one spool to one store. It keeps the delivered offsets and the id of the MLflow run."""
+    """The delivery of one spool to one store. A state file notes the id of the MLflow run, and the offsets up to which
+    the spool is delivered: one offset for metrics, and one for all other items."""
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
@@ -107,10 +108,11 @@ class SpoolWriter:
         return sum(end > self._state[_queue_name(item)] for end, item in read_spool(self._spool, start))
 
     def _read(self) -> bool:
-        """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
+        """Read about WINDOW_BYTES of the spool if the queue of metrics and the queue of other items are empty. Return
+        True if there are items to deliver.
 
-        Metrics have their own queue and offset, because they are sent in batches. So they may be sent earlier than
-        items of other kinds that stand before them in the spool."""
+        Metrics have their own queue and offset, because they are sent in batches. So a metric may be sent earlier than
+        an item of another kind that stands before it in the spool."""
         if not (self._metrics or self._rest):
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):
@@ -140,8 +142,8 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Mark the MLflow run as KILLED and set its `if_abandoned` tags. Do nothing if the run is not open in MLflow,
-        for example because the driver has closed it."""
+        """Mark the MLflow run as KILLED and set the tags in `if_abandoned` of the item that opened the run. Do nothing
+        if the run is not open in MLflow, for example because the driver has closed it."""
         if self._client is not None and self._state["open"]:
             tags = self._state.get("if_abandoned", {})
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
@@ -203,8 +205,8 @@ class SpoolWriter:
                 )
 
     def _send_unless_rejected(self, description: str, send: Callable[[], None]) -> None:
-        """Send an item by calling `send`. If the store rejects the item for good, report a warning and drop the item,
-        so that it does not block later items."""
+        """Send an item by calling `send`. If the store rejects the item (HTTP status 400), report a warning and drop
+        the item, so that it does not block later items. Other errors are raised."""
         try:
             send()
         except MlflowException as error:
@@ -361,7 +363,8 @@ _IN, _OUT = SpanAttributeKey.INPUTS, SpanAttributeKey.OUTPUTS
 def _span(
     otel_id: str, index: int, parent: int | None, name: str, times: tuple[float, float], attributes: Item, kind: str
 ) -> Span:
-    """Return span number `index` of a trace."""
+    """Return span number `index` of the trace with id `otel_id`. `parent`: number of the parent span, or None for the
+    span of the whole step."""
     return Span.from_dict(
         {
             "name": name,
@@ -400,8 +403,14 @@ def deliver_until_closed(writer: SpoolWriter, uri: str, timeout_s: float, report
     """Deliver items until stdin is closed and everything is sent. If the driver has not closed the run by then, mark
     the run as KILLED (`SpoolWriter.abandon`).
 
-    When stdin is closed, the delivery has `timeout_s` seconds left. If the store cannot be reached, it has only
-    `DOWN_S` seconds left."""
+    After stdin is closed, the delivery goes on for at most `timeout_s` seconds. If the store cannot be reached, it goes
+    on for at most `DOWN_S` seconds. Items that are not sent in this time stay in the spool, and the run is not marked.
+
+    Args:
+        writer: the writer of the spool.
+        uri: URI of MLflow, for warnings.
+        timeout_s: see above.
+        report: called with each report to the driver, for example a warning."""
     deadline: float | None = None
     closed_at = 0.0
     retry_at, backoff_s, down = 0.0, 1.0, False

@@ -14,7 +14,7 @@ from storage.address import Address
 _REMEMBERED = 4096
 """Maximum number of finished nodes that are kept. It is larger than `graph_view.MAX_NODES`."""
 _INCIDENTS = 12
-"""Number of incidents that are kept."""
+"""Maximum number of incidents that are kept. The oldest are dropped first."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class NodeEvents:
         """Return the earliest time at which a node in progress can have started, in seconds since the epoch. Return
         None if the node is not in progress.
 
-        By this time the worker had received the node, and all parents of the node had finished. If the worker has only
-        one thread, the worker's previous node had finished too.
+        By this time the worker had received the node, and the node's parents had finished. Parents that are not in
+        `finished` are ignored. If the worker has only one thread, the worker's previous node had finished too.
 
         Args:
             address: the node.

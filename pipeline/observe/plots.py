@@ -33,8 +33,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def plot_timeline(timeline: Timeline, losses: Sequence[tuple[float, str]], path: Path, title: str) -> None:
-    """Draw the stages that each worker ran over time. The number in a box is its PPO step. `losses` are pairs (time of
-    the loss, name of the lost worker)."""
+    """Draw the stages that each worker ran over time: the middle steps enlarged, if there are enough steps, and the
+    whole run. The number in a box is its PPO step. `losses` are pairs (time of the loss in seconds since the epoch,
+    name of the lost worker)."""
     windows = [window for window in (timeline.middle_period, (timeline.start_s, timeline.end_s)) if window is not None]
     height = 0.42 * max(len(timeline.lanes), 2) + 0.7
     figure = Figure(figsize=(13, len(windows) * height + 1.5), dpi=130, layout="constrained", facecolor="white")
@@ -100,8 +101,8 @@ def plot_reward_model(
     path: Path,
     title: str,
 ) -> None:
-    """Draw up to three plots about the training of a reward model.
-
+    """Draw up to three plots about the training of a reward model. `metrics`: optimizer step -> its metrics. `margins`:
+    one margin per held-out pair.
     - The accuracy by optimizer step, on the training pairs and on the validation pairs. If `calibration` is None, the
       training loss replaces the accuracy on the training pairs.
     - The calibration on held-out pairs. This plot is left out if `calibration` is None.
@@ -164,8 +165,8 @@ def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], pane
 def _draw_stage(
     ax: Axes, row: Sequence[Box], y: float, window: tuple[float, float], origin: float, px_per_s: float
 ) -> None:
-    """Draw the boxes of one stage in a lane. Write the number of the step into each box that is wide enough, if at
-    least 90 % of the boxes are wide enough."""
+    """Draw the boxes `row` of one stage in the lane at height `y`. If at least 90 % of the boxes are wide enough, write
+    the number of the step into each wide box. `origin`: time at x = 0."""
     left, right = window
     colour = STAGE_COLOURS.get(row[0].address.stage, OTHER_COLOUR)
     widest = max(box.end_s - box.start_s for box in row) * px_per_s
@@ -174,7 +175,7 @@ def _draw_stage(
                    linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
     spans = [(box.address.step, max(box.start_s, left), min(box.end_s, right)) for box in row]
     fitting = [(step, lo, hi) for step, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(step)) + 2]
-    # The 90 % refer to the boxes that lie completely within the window.
+    # Boxes that the window cuts do not count in the 90 %.
     whole = [box for box in row if box.start_s >= left and box.end_s <= right]
     if len(fitting) < 0.9 * len(whole):
         return  # numbers in only a few boxes would be misleading

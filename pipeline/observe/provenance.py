@@ -39,7 +39,8 @@ def git_commit() -> str:
 
 
 def driver_origin() -> dict[str, str]:
-    """Return the fields of a RUN_STARTED event: the driver's command line, its host and the commit of its code."""
+    """Return fields of a RUN_STARTED event: `command` (the driver's command line), `host` and `code` (the git commit).
+    A field without a value is left out."""
     program, *arguments = sys.argv or [""]
     named = "python -m pipeline.cli" if program.endswith("__main__.py") else Path(program).name
     origin = {
@@ -127,13 +128,14 @@ def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def markdown_code(text: str) -> str:
-    """Return text as one line of markdown code. Markup in the text has no effect."""
+    """Return text as one line of markdown code, or "-" if it is empty. Markup in the text has no effect."""
     one_line = " ".join(text.replace("`", "'").split())
     return f"`{one_line}`" if one_line else "-"
 
 
 def run_description(sentence: str, facts: Mapping[str, str], result: str) -> str:
-    """Return the run's description for MLflow: a sentence, a table of facts, and the result."""
+    """Return the run's description for MLflow (markdown): a sentence, a table of the facts that have a value, and the
+    result."""
     rows = "\n".join(f"| {name} | {markdown_code(value.replace('|', '/'))} |" for name, value in facts.items() if value)
     return f"{sentence}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
 
@@ -143,8 +145,8 @@ _IN_NOTE = ("held_out", "kl", "speed", "overlap", "lost", "best", "hint")
 
 
 def result_text(status: str, summary: Summary | None, ended: str = "") -> str:
-    """Return a sentence about the state and the results of a run. `ended` is the reason why the run ended before its
-    last step."""
+    """Return a text about the state and the results of a run. Without a `summary`, it has no results. `ended`: reason
+    why the run ended before its last step, or empty."""
     why = f": {markdown_code(ended[:400])}" if ended else ""
     if summary is None:
         return f"{status.lower()}{why}"

@@ -172,7 +172,8 @@ def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
     """Return the columns of a table with one line per row: the row's origin, its texts and its numbers.
 
     Sums and means are over the sampled tokens, in float64. `kl` is the sum of the log-ratios to the reference, nats per
-    response."""
+    response. A column of numbers is NaN if the output of its stage is None. Then the columns for parts of the score are
+    left out, and `trained_on` is false."""
     rollout, mask = rows.rollout, rows.rollout.response_mask
     lengths = rollout.response_lengths.astype(np.int64)
     sampled_by = np.where(mask, rollout.token_versions, -1)
@@ -248,9 +249,11 @@ class ResponsePair:
 
 
 def prompt_text(rollout: Rollout, row: int, decode: Decode, user_messages: Sequence[str] | None) -> str:
-    """Return the prompt of a row for readers: its last user message, or its whole text if it has no user message.
-    `user_messages`: the last user message of each prompt, "" for a prompt without user messages; None if all prompts
-    are plain text."""
+    """Return the prompt of a row for readers: the last user message of the prompt, or the whole prompt if it has no
+    user message.
+
+    `user_messages` is None if all prompts are plain text. Otherwise it has the last user message of each prompt, which
+    is empty if the prompt has no user message."""
     last = "" if user_messages is None else user_messages[int(rollout.prompt_index[row])]
     return last or decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
 

@@ -103,7 +103,8 @@ class Summary:
 
     steps: int
     wall_s: float
-    """Seconds from the first submission to the last finish. The time between a stop and a resume is not counted."""
+    """Seconds in which a driver worked (`timeline.driver_periods`). The time between a stop and a resume is not
+    counted."""
     samples_per_s: float
     tokens_per_s: float
     stage_s: dict[str, float]
@@ -137,8 +138,8 @@ class Summary:
     trainer_losses: tuple[TrainerLoss, ...] = ()
     """Losses of workers in gangs that train, in order of time."""
     trainer_lost_s: float = 0.0
-    """Total time from the loss of a trainer until it trained again, in seconds. If losses overlap in time, the overlap
-    counts once."""
+    """Total time from the loss of a trainer until it trained again, in seconds. If two of these periods overlap, the
+    overlap counts once. A loss after which the trainer did not train again is not counted."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
     """Rule of section `alarms` -> number of its alarms."""
     evaluations: tuple[EvaluatedVersion, ...] = ()
@@ -150,8 +151,8 @@ class Summary:
     """Stage -> (predicted, measured) seconds per step, summed over the stage's nodes. The key `step` has the seconds of
     the whole step. Empty if the config has no `predicted_s`."""
     hints: tuple[str, ...] = ()
-    """Explanations why the run learned little. There is one text for each rule that raised an alarm and has advice: the
-    rule's last alarm, and the advice."""
+    """Reasons why the run learned little. There is one text for each rule that raised an alarm and is in
+    `learning.ADVICE`. The text consists of the rule's last alarm and the advice."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -236,7 +237,8 @@ def _hints(log: Sequence[Event]) -> tuple[str, ...]:
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return the seconds from `start` to `end`, without the time in which no driver worked. None if `end` is None."""
+    """Return the seconds from `start` to `end` in which a driver worked, or None if `end` is None. `periods`: the
+    periods in which a driver worked."""
     return None if end is None else total_length(intersect_intervals([(start, end)], periods))
 
 

@@ -129,8 +129,8 @@ def _number(value: float | None) -> str:
 
 
 def memory_table(title: str, columns: Sequence[MemoryColumn], limit: float | None = None) -> Table:
-    """Return a table of predicted memory, with one row per item. Words and numbers are not cut, even on a narrow
-    terminal.
+    """Return a table of predicted memory, with one row per item and a last row for the peak. Words and numbers are not
+    cut, even on a narrow terminal.
 
     Args:
         title: title of the table.

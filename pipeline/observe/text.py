@@ -63,13 +63,14 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plain_text(text: object, style: str = "") -> Text:
-    """Return a rich `Text` for tables and panels. Markup in the text has no effect. Words that are too long for a line
-    are broken."""
+    """Return a rich `Text` for tables and panels. Control characters are escaped, and markup has no effect. Words that
+    are too long for a line are broken."""
     return Text(escape_control_characters(str(text)), style=style, overflow="fold")
 
 
 def print_plain(console: Console, line: str) -> None:
-    """Print one line with secrets redacted. Markup in the line has no effect, and a long line is not broken."""
+    """Print one line with secrets redacted and control characters escaped. Markup in the line has no effect, and a long
+    line is not broken."""
     console.print(escape_control_characters(redacted_text(line)), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -74,7 +74,7 @@ def driver_periods(events: Iterable[Event]) -> list[Interval]:
     """Return the periods in which a driver worked: one period for each driver that ran a node.
 
     The events from a RUN_STARTED event to the next one belong to the same driver. The driver's period lasts from the
-    first submission or start of a node to the last end of a node."""
+    first to the last moment at which a node was submitted, started, finished or failed."""
     working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
     groups: list[list[float]] = [[]]
     for e in events:
@@ -112,7 +112,7 @@ def total_length(intervals: Iterable[Interval]) -> float:
 
 
 def busy_periods(all_boxes: Iterable[Box]) -> dict[str, list[Interval]]:
-    """Return the disjoint periods in which each gang was busy, in order."""
+    """Return a dictionary: gang -> disjoint periods in which the gang was busy, in ascending order."""
     by_gang: dict[str, list[Interval]] = {}
     for box in all_boxes:
         by_gang.setdefault(box.gang, []).append((box.start_s, box.end_s))
@@ -184,7 +184,7 @@ class Timeline:
     """Periods in which no driver worked, in order. Their times are clock times, from which no gaps are subtracted."""
 
     def without_gaps(self, t: float) -> float:
-        """Convert a clock time to a time of this timeline: subtract the gaps before it."""
+        """Convert a clock time to a time of this timeline: subtract the length of all gaps before the clock time."""
         return subtract_gaps(self.gaps, t)
 
 

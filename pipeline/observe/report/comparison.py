@@ -66,9 +66,9 @@ class PairedEvaluation:
     """The compared versions of the weights: the version of the first run, and the version of this run."""
     found: Comparison
     error: float | None
-    """Standard error of the difference."""
+    """Standard error of the mean difference of the scores. None if only one prompt is in both runs."""
     pairs: Sequence[tuple[float | None, float | None]]
-    """For each prompt, its score in the first run and its score in this run."""
+    """For each prompt that is in both runs: its score in the first run and its score in this run."""
     remark: str
 
 
@@ -82,7 +82,8 @@ class RunComparison:
 def compare_runs(
     settings: Sequence[Mapping[str, Any]], sameness: Sequence[Sameness], held_out: Sequence[HeldOutScores | None]
 ) -> RunComparison:
-    """Compare two or more runs. The first run is the baseline for all other runs."""
+    """Compare two or more runs. The first run is the baseline for all other runs. Each argument has one entry per run:
+    its settings, its facts about comparability, and its held-out scores (None if it has none)."""
     left_out: list[LeftOut] = []
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):

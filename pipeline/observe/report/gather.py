@@ -105,7 +105,7 @@ class RunTimeline:
     of_executions: int
     """Number of all executions. If the run is long, only the first and the last ones are drawn."""
     gaps_ms: int
-    """Total time during which no driver worked. It is cut out of the timeline."""
+    """Total length of the periods in which no driver worked. The timeline leaves out these periods."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class RunContents:
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
-    """The tokens with the largest mismatch. None if this run's trainer does not recompute log-probs. Empty if it has
-    not recomputed any yet."""
+    """The tokens with the largest mismatch. None if the run's config does not let the trainer recompute log-probs.
+    Empty if no recomputed log-probs were read."""
     incidents: RunIncidents
     remarks: Sequence[str]
 
@@ -255,7 +255,13 @@ def run_incidents(source: RunSource, max_count: int = 300) -> RunIncidents:
 def timeline_columns(
     events: Sequence[Event], versions: Mapping[Address, str], incidents: Sequence[Incident], max_executions: int
 ) -> RunTimeline | None:
-    """Return a timeline of up to `max_executions` executions, or None if nothing was executed."""
+    """Return a timeline of up to `max_executions` executions, or None if nothing was executed.
+
+    Args:
+        events: all events of the journal.
+        versions: node -> versions of the weights that the node used, as text.
+        incidents: the incidents to mark in the timeline.
+        max_executions: maximum number of executions in the timeline."""
     drawn = run_timeline(events, max_executions)
     if drawn is None:
         return None
@@ -291,8 +297,8 @@ def timeline_columns(
 
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
-    """Return the versions of the weights that each node used, as text: "v3", or "v3-4" if the version changed while the
-    node ran."""
+    """Return a dictionary: node -> versions of the weights that the node used, as text. The text is "v3", or "v3-4" if
+    the version changed from 3 to 4 while the node ran. Nodes that used no weights are left out."""
     texts = {}
     for address, commit in commits.items():
         versions = commit.provenance.weight_versions

@@ -34,7 +34,8 @@ _HTML_HEAD = """<!doctype html>
 _STYLES = ("base.css", "figures.css", "report.css")
 _SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _MIN_BUDGET_FRACTION = 0.02
-"""Fraction of the budget below which the budget is not reduced further, because all its limits are at their minimum."""
+"""If the budget is reduced to less than this fraction, all limits in it are at their minimum. Then it is not reduced
+further."""
 
 
 @dataclass(frozen=True)

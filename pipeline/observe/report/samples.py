@@ -33,7 +33,7 @@ class SampleBudget:
     tokens: int = 40_000
     """Approximate maximum number of tokens in all rows together."""
     row_tokens: int = 400
-    """Maximum number of tokens of one response."""
+    """Maximum number of tokens of one response that are shown."""
     held_out: int = 128
     """Maximum number of pairs of held-out responses."""
 

@@ -23,8 +23,8 @@ from storage.prompts import PromptItem, PromptsError, batch_indices, held_out_by
 from storage.records import PromptBatch
 
 EVALUATION_STEP = 2**31 - 1
-"""Step number that keys the sampling noise of evaluations. It is the same for all versions of the weights, so the
-samples of two versions can be compared prompt by prompt."""
+"""Step number that seeds the sampling of evaluations, in place of a real step. It is the same for all versions of the
+weights, so the responses of two versions can be compared prompt by prompt."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class PromptTable:
     chats. None without a chat source."""
 
     def save(self, path: Path) -> None:
-        """Write `path` (.npz) and, beside it, .jsonl with the extra fields. For a chat source also write .chat.jsonl
-        with the messages. `path` is written last and atomically, so it exists only if all files are complete."""
+        """Write the table to `path` (.npz), and the extra fields to a .jsonl file beside it. For a chat source also
+        write the messages to a .chat.jsonl file. `path` is written last and atomically, so it exists only if all files
+        are complete."""
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
         if self.messages is not None:
             path.with_suffix(".chat.jsonl").write_text("".join(json.dumps(m) + "\n" for m in self.messages), "utf8")
@@ -67,8 +68,8 @@ class PromptTable:
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        """Return the table that `save` wrote. Raises StoreError if a file is missing or damaged; the error names the
-        file."""
+        """Return the table that `save` wrote. Raises StoreError if a file is missing or damaged, or if the files have
+        different numbers of prompts. The error names the file."""
         extras = path.with_suffix(".jsonl")
         extra = _read_lines(extras)
         try:
@@ -157,10 +158,14 @@ def tokenise(
     items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int, eval_shards: int = 1
 ) -> PromptTable:
     """Return the prompts of a source as tokens. If `prompts.opening_tokens` is set, each prompt is cut to this number
-    of tokens, and shorter prompts are left out. Empty prompts are left out too. With `too_long: skip`, so are prompts
-    longer than `prompts.max_tokens`.
+    of tokens, and shorter prompts are left out. Empty prompts are left out too. If `prompts.too_long` is "skip",
+    prompts longer than `prompts.max_tokens` are left out.
 
     Args:
+        items: the prompts of the source.
+        tokenizer: tokenizer of the policy.
+        config: section `prompts` of the config.
+        seed: seed of the split into training and held-out prompts.
         eval_shards: number of equal parts into which the held-out prompts are divided. If `prompts.held_out` is not
             set, the number of held-out prompts is a multiple of `eval_shards`.
 
@@ -202,8 +207,8 @@ def tokenise(
 def training_prompts(
     table: PromptTable, *, seed: int, step: int, shard: int, rows: int, shards: int, responses_per_prompt: int
 ) -> PromptBatch:
-    """Return the prompts of one shard of a step. The shard has `rows / shards` rows. Each prompt of the step has
-    `responses_per_prompt` consecutive rows."""
+    """Return the prompts of one shard of a step. A step has `rows` rows in `shards` shards of equal size. Each prompt
+    of the step has `responses_per_prompt` consecutive rows."""
     chosen = np.repeat(batch_indices(table.train, seed, step, rows // responses_per_prompt), responses_per_prompt)
     size = rows // shards
     return _batch(table, chosen, slice(shard * size, (shard + 1) * size))

@@ -56,10 +56,12 @@ def last_token_index(mask: Bool[Tensor, "rows seq"]) -> Int[Tensor, " rows"]:
 def state_values(
     value_head: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]
 ) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, " rows"]]:
-    """Return a critic's outputs per position as (values, bootstrap_values) of `storage.records.Values`.
+    """Return (values, bootstrap_values) of `storage.records.Values`, from a critic's output at each position
+    (`value_head`). `mask`: True at the sampled tokens.
 
-        values[:, t]     = value_head[:, t - 1]     where token t was sampled, else 0
-        bootstrap_values = value_head[:, last]      the state after the last sampled token; 0 in a row without tokens
+        values[:, t]     = value_head[:, t - 1]     if token t was sampled, else 0
+        bootstrap_values = value_head[:, last]      value of the state after the last sampled token, which has index
+                                                    `last`; 0 in a row without sampled tokens
 
     Differentiable.
     """
@@ -101,9 +103,9 @@ def token_weights(
     """Return the share of each token in a loss over exactly these rows. The shares sum to 1, or to 0 for an empty mask.
 
         token:     1 / (number of tokens inside the mask)
-        sequence:  1 / (number of the row's tokens inside the mask * number of rows that have such tokens)
+        sequence:  1 / (number of the row's tokens inside the mask * number of rows with tokens inside the mask)
 
-    Call it once with the mask of the WHOLE minibatch, then slice the result along rows.
+    Call this function once with the mask of the WHOLE minibatch, then slice the result along rows.
     """
     tokens_per_row = mask.sum(dim=1, keepdim=True)
     match aggregation:

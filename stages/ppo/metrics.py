@@ -53,8 +53,8 @@ def part_metrics(scores: Scores) -> dict[str, float]:
 def ref_kl_metrics(
     policy_logprobs: PerToken, sampler_logprobs: PerToken, ref_logprobs: PerToken, mask: Mask, cap: float
 ) -> dict[str, float]:
-    """Return the KL to the reference in nats per response, of the proximal policy and of the sampler, from tokens drawn
-    from the sampler mu.
+    """Return estimates of the KL to the reference: for the proximal policy and for the sampler mu. All tokens were
+    drawn from mu. The estimates are in nats per response, and kl/ref_per_token in nats per token.
 
     The mean of d = log pi_prox - log pi_ref over tokens drawn from mu is not a KL of pi_prox. It is KL(mu || pi_ref) -
     KL(mu || pi_prox), which is negative if mu is farther from pi_prox than from pi_ref. So each token is weighted by w
@@ -161,8 +161,8 @@ def entropy_metrics(entropy: PerToken, mask: Mask) -> dict[str, float]:
 def staleness_metrics(
     token_versions: Int[np.ndarray, "rows seq"], mask: Mask, step: int, bound: int
 ) -> dict[str, float]:
-    """Return the mean and the maximum of the tokens' staleness, and for each staleness from 0 to `bound` the fraction
-    of tokens that have it. Staleness = step - version of the weights that drew the token."""
+    """Return the mean and the maximum staleness of the tokens, and the fraction of tokens with each staleness from 0 to
+    `bound`. The staleness of a token is `step` minus the version of the weights that sampled the token."""
     staleness = step - token_versions[mask].astype(np.int64)
     if staleness.size == 0:
         return {}
@@ -222,5 +222,5 @@ def response_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _float64(x: PerToken, mask: Mask) -> Float[np.ndarray, "rows seq"]:
-    """Return x in float64 with zeros outside the mask, so that arithmetic there raises no warning."""
+    """Return x in float64 with zeros outside the mask. Arithmetic on these zeros raises no warning."""
     return np.where(mask, x, 0.0).astype(np.float64)

@@ -1,5 +1,7 @@
-"""Divide the rows of a step. In each epoch they are divided anew into minibatches, with one optimizer step each. A
-minibatch is divided into shares of the data-parallel ranks, and a share into micro-batches, with one forward pass each.
+"""Divide the rows of a step into batches.
+
+Each epoch divides the rows anew into minibatches. Each minibatch is one optimizer step. The data-parallel ranks share
+the rows of a minibatch. Each rank divides its rows into micro-batches. Each micro-batch is one forward pass.
 
 Only `minibatch_rows` changes the result. The rest of this file changes the speed (see `stages.ppo.masks`).
 """
@@ -35,8 +37,8 @@ def micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Divide row indices into micro-batches with similar numbers of tokens. `split_balanced` divides them into the
-    smallest number of parts with which all parts are within both limits.
+    """Divide row indices into micro-batches with similar numbers of tokens, and into no more micro-batches than
+    `split_balanced` needs to keep both limits.
 
     Each micro-batch has at most `max_tokens` tokens and at most `max_rows` rows. A row of more than `max_tokens` tokens
     is in a micro-batch of its own. Within a micro-batch the longest row comes first. The micro-batch with the most
@@ -44,15 +46,17 @@ def micro_batches(
 
     Args:
         rows: row indices.
-        lengths: number of tokens of each row in `rows`."""
+        lengths: number of tokens of each row in `rows`.
+        max_tokens: maximum number of tokens of a micro-batch with several rows.
+        max_rows: maximum number of rows of a micro-batch, or None for no limit."""
     alone, others = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)
     parts = [*alone[:, None], *(others[part] for part in _split_within(lengths[others], max_tokens, max_rows))]
     return [rows[part] for part in sorted(parts, key=lambda part: -int(lengths[part].sum()))]
 
 
 def _split_within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
-    """Return the parts of `split_balanced`, for the smallest number of parts at which all parts are within both limits.
-    No row may be longer than `max_tokens`."""
+    """Call `split_balanced` with more and more parts until all parts are within both limits, and return these parts. No
+    row may be longer than `max_tokens`."""
     fewest = max(-(-int(lengths.sum()) // max_tokens), -(-len(lengths) // (max_rows or max(1, len(lengths)))))
     for pieces in range(fewest, len(lengths)):
         parts = split_balanced(lengths, pieces)
@@ -62,8 +66,8 @@ def _split_within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) ->
 
 
 def split_balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
-    """Divide the indices of `lengths` into `parts` parts of nearly the same sum. If there are fewer rows than parts,
-    some parts are empty.
+    """Divide the indices of `lengths` into `parts` parts whose sums of lengths are nearly equal. If there are fewer
+    rows than parts, some parts are empty.
 
     Rows are assigned from the longest to the shortest. Each row goes to the part with the smallest sum so far, and
     among equal sums to the part with the fewest rows. This is Graham's LPT rule (1969): the largest sum is at most 4/3

@@ -25,8 +25,8 @@ class RewardTrainingConfig:
     validations_per_epoch: int = setting(1, at_least(1))
     """Validations per epoch, evenly spread; the last one ends the epoch."""
     patience: int | None = setting(None, at_least(1))
-    """Training ends after this number of validations in a row without a new best one; null: training runs all
-    epochs."""
+    """Training ends after this number of validations in a row that do not raise the best accuracy; null: training runs
+    all epochs."""
     normalise: bool = True
     """true: at the end, set the bias so that the scores of the training rows have mean 0."""
 

@@ -125,10 +125,12 @@ def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
 
 
 def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -> Pairs:
-    """Return at most `max_pairs` random pairs of rows whose two ratings differ by `min_gap` or more. All of these pairs
-    have the same probability. They are drawn without a list of all pairs. Each row stands for a list of the rows that
-    are worse by `min_gap` or more, sorted by rating. If the lists are joined end to end, each pair has a position, and
-    positions are drawn."""
+    """Return at most `max_pairs` random pairs of rows whose two ratings differ by `min_gap` or more. All pairs with
+    such a difference have the same probability.
+
+    There may be too many pairs to list them. So the pairs get numbers: first the pairs in which row 0 is the better
+    row, then the pairs in which row 1 is the better row, and so on. Within the pairs of a better row, the worse rows
+    are sorted by rating. The function draws numbers and computes the pairs from the numbers."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()
@@ -155,7 +157,7 @@ def epoch_groups(judged: JudgedRows, config: PreferencesConfig, *, seed: int, ep
 
 
 def _prompt_groups(judged: JudgedRows) -> list[Group]:
-    """Return one group per prompt; every prompt has a pair."""
+    """Return one group per prompt. `judged` must have at least one pair for each prompt."""
     of_pairs = judged.units[judged.pairs.better]
     return [
         Group(rows, judged.pairs.subset(pairs))
@@ -164,7 +166,8 @@ def _prompt_groups(judged: JudgedRows) -> list[Group]:
 
 
 def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return one array per number 0, 1, 2 and so on: the ascending indices at which `numbers` has this value."""
+    """Return one array for each integer from 0 to the largest in `numbers`. The array has the indices at which
+    `numbers` contains the integer, in ascending order."""
     return np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
 
 
@@ -192,7 +195,8 @@ def _token_rows(judgement: Judgement, tokenizer: Tokenizer) -> Iterator[list[int
 
 
 def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a text that continues another text: without tokens that begin every text, such as BOS."""
+    """Return the tokens of a text that continues another text. Tokens that the tokenizer puts at the beginning of every
+    text, such as BOS, are left out."""
     tokens, beginning = tokenizer.encode(text), tokenizer.encode("")
     return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else tokens
 

@@ -68,8 +68,11 @@ def regression_loss(
 
 
 def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
-    """Return a function that computes the Bradley–Terry loss of a minibatch's groups. All groups have the same weight.
-    `num_rows`: number of rows of the whole training set."""
+    """Return a function that computes the share of a micro-batch in the Bradley–Terry loss of a minibatch.
+
+    Args:
+        groups: the groups of the minibatch. All groups have the same weight.
+        num_rows: number of rows of the whole training set."""
     better = np.concatenate([group.pairs.better for group in groups])
     worse = np.concatenate([group.pairs.worse for group in groups])
     weights = np.concatenate([np.full(len(group.pairs), 1 / len(group.pairs) / len(groups)) for group in groups])
@@ -89,8 +92,11 @@ def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
 
 
 def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
-    """Return a function that computes the mean square error of a minibatch's rows. `ratings`: ratings (or teachers'
-    scores) of the whole training set."""
+    """Return a function that computes the share of a micro-batch in the mean square error of a minibatch.
+
+    Args:
+        groups: the groups of the minibatch. All their rows have the same weight.
+        ratings: ratings, or mean scores of the teachers, of all rows of the training set."""
     total = sum(len(group.rows) for group in groups)
 
     def loss(scores: Tensor, rows: np.ndarray) -> tuple[Tensor, LossStats]:
@@ -102,8 +108,8 @@ def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
 
 
 def _positions(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return the position in a micro-batch of every row of the training set; -1 for rows that are not in the
-    micro-batch."""
+    """Return, for each row of the training set, its position in a micro-batch, or -1 if the row is not in the
+    micro-batch. `rows`: the rows of the micro-batch; `NO_ROW` is padding."""
     position = np.full(num_rows, -1, np.int64)
     real = rows != NO_ROW
     position[rows[real]] = np.flatnonzero(real)

@@ -34,7 +34,7 @@ from storage.config import PreferencesConfig
 
 
 class TrainingFailed(RuntimeError):
-    """An error for a training that cannot go on. The message says why."""
+    """The training cannot go on. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,15 @@ def train_reward_model(
     report: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
     """Train the model, and go back to the state with the best validation accuracy (the earliest if several are equal).
-    Under `config.normalise`, set the bias so that the scores of the training rows have mean 0. Then measure this state.
+    If `config.normalise` is true, set the bias so that the scores of the training rows have mean 0. Then measure the
+    model on the validation set and on the held-out set.
+
+    Args:
+        model: the model to train.
+        parts: the judged rows.
+        epochs: the groups of each optimizer step of each epoch (`training_steps`).
+        config: section `train` of the config.
+        report: called with the progress after every optimizer step and every validation.
 
     Raises:
         TrainingFailed: MAX_SKIPPED_STEPS gradients in a row were not finite, or a score is not finite.
@@ -155,7 +163,8 @@ def train_reward_model(
 
 
 def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig) -> PartFigures:
-    """Score the rows of a part, and compare the scores with its judgements. All ranks must call this together."""
+    """Score the rows of one part of the split, and compare the scores with the judgements of this part. All ranks must
+    call this function together. Raises TrainingFailed if a score is not finite."""
     scores = _finite(model.scores(judged.rows))
     better, worse = judged.pairs.better, judged.pairs.worse
     margins = scores[better].astype(np.float64) - scores[worse]
@@ -180,8 +189,12 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
-    """Compare a student with its teacher. Return the share of pairs that both order alike and the rank correlation of
-    their scores. Also return the teacher's accuracy, and the student's accuracy as a fraction of it."""
+    """Compare the scores of a student (`scores`) with the mean scores of its teachers (`targets`). Return:
+
+    - `agreement`: share of the judged pairs that student and teachers order alike
+    - `spearman`: rank correlation of the scores
+    - `teacher_accuracy`: accuracy of the teachers' scores
+    - `accuracy_of_teachers`: accuracy of the student, divided by `teacher_accuracy`; infinity if this is 0"""
     better, worse = judged.pairs.better, judged.pairs.worse
     of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
     teacher = float(of_teacher.mean())
@@ -223,8 +236,8 @@ def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]
 
 
 def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[list[Group], bool]]:
-    """Yield every optimizer step's groups, and True if a validation follows the step. The validations of an epoch are
-    evenly spread, and the last one follows its last step."""
+    """Yield (groups, validates) for each optimizer step: its groups, and True if a validation follows the step. The
+    validations of an epoch are evenly spread. A validation follows the last step of each epoch."""
     for steps in epochs:
         after = {math.ceil(len(steps) * (number + 1) / validations) for number in range(validations)}
         for number, groups in zip(itertools.count(1), steps):

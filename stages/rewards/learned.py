@@ -43,7 +43,7 @@ class ProcessModelReward(Reward):
     _model: Any = None
 
     def loaded_model(self) -> Any:
-        """Return the model. The caller must hold `PROCESS_MODELS.lock`."""
+        """Return the model, which is loaded at the first call. The caller must hold `PROCESS_MODELS.lock`."""
         if self._model is None:
             self._model = PROCESS_MODELS.acquire(self._loading)
         return self._model

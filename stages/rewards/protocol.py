@@ -1,8 +1,9 @@
 """The base class of all rewards (rules, users' own functions, reward models, judges), and the samples that they score.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
-still generated. A reward may be slow, for example if it runs a model or asks a server. If the `advantage` node runs on
-another gang (`placement.roles.advantage`), only the `advantage` node of the same step waits for a slow reward.
+still generated. A reward may be slow, for example if it runs a model or asks a server. By default, the `advantage` node
+runs on the gang of the role `score`. If `placement.roles.advantage` names another gang, only the `advantage` node of the
+same step waits for a slow reward.
 """
 
 from __future__ import annotations

@@ -69,9 +69,11 @@ class ReasoningReward(Reward):
 
 
 def load_problems(config: PromptsConfig) -> list[PromptItem]:
-    """Return the prompts of a `reasoning-gym:` source. Each has the fields answer, task, index, settings. Raises
-    PromptsError for an unknown task or setting (the message says which are known), or if the library refuses the
-    settings."""
+    """Return the prompts of a `reasoning-gym:` source. Each prompt has the fields answer, task, index and settings.
+
+    Raises:
+        PromptsError: the task is unknown (the message lists similar names), a setting is unknown (the message lists the
+            task's settings), or the library refuses the settings."""
     name, _, query = config.url.removeprefix(REASONING_SCHEME).partition("?")
     pairs = parse_qsl(query, keep_blank_values=True)
     settings = {key: _value(text) for key, text in pairs if key != "instruction"}

@@ -31,8 +31,8 @@ class TaskScorer:
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
         """Generate the problem that a response answers, and return a function that scores the response. `fields`:
-        `response`, and `problem` with the prompt's fields. Raises RewardFailed if the generated problem has another
-        answer than the prompt."""
+        `response`, and `problem` with the prompt's fields. Raises RewardFailed if the answer of the generated problem
+        differs from the field `answer` of the prompt."""
         asked = fields["problem"]
         task = make_task(asked["task"], json.dumps(asked["settings"], sort_keys=True))
         problem = _problem(task, int(asked["index"]))

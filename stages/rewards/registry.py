@@ -60,8 +60,17 @@ class UnfitReward(ValueError):
 def build_parts(
     config: RewardPartsConfig, key: str, directory: Path | None = None, *, trust_answers: bool = False
 ) -> tuple[Part, ...]:
-    """Build the parts of a section with key path `key`; `close_parts` closes them. `directory`: the run's directory,
-    for files of a reward; None: no files are written. `trust_answers`: `reward.trust_answers`. Raises UnfitReward."""
+    """Build the parts of a score. The caller closes them with `close_parts`.
+
+    Args:
+        config: the section with the parts.
+        key: key path of the section.
+        directory: the run's directory, for files of a reward. None: no files are written.
+        trust_answers: `reward.trust_answers` of the config.
+
+    Raises:
+        UnfitReward: a reward cannot be built (`build_reward`), also if this host cannot confine answers.
+    """
     with closing_on_error() as undo:
         parts = []
         for name, (where, part) in config.parts_by_name(key).items():
@@ -86,7 +95,15 @@ def build_reward(
     directory: Path | None = None,
     allowed: Permissions = NO_PERMISSIONS,
 ) -> Reward:
-    """Build the reward of a kind. `key`: path of its settings. `directory`: as for `build_parts`.
+    """Build a reward.
+
+    Args:
+        kind: kind of the reward: a name in `REWARDS`, or a user's own reward as `module:name`.
+        args: arguments of the reward.
+        key: key path of the reward's settings.
+        timeout_s: time limit of a batch in a user's own reward, in seconds.
+        directory: see `build_parts`.
+        allowed: permissions of the reward's code.
 
     Raises:
         UnconfinedAnswers: the reward may evaluate answers, the config does not trust them, and this host cannot confine

@@ -80,8 +80,8 @@ class AnswerReward(Reward):
 class FormatReward(Reward):
     """1 if the whole response matches `pattern` (Python's `re`; a dot also matches a line's end), else 0.
 
-    Owns the process that does the matching. Some patterns take for ever on some texts, and only killing the process
-    stops them."""
+    Owns the process that does the matching. With some patterns, the match of some texts takes for ever. Only killing
+    the process ends such a match."""
 
     deterministic = True
 

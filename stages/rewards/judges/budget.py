@@ -2,11 +2,11 @@
 
     DIRECTORY/spent-JUDGE-*.txt    one file for each process: requests, prompt tokens, completion tokens
 
-Each process writes its own file and adds up all files. Before it sends a request, it adds the request to its own file
-and compares the sum with the budget. If the budget is used up, it removes the request from the file and does not send
-it. If two processes want the last request, at most one gets it. On one host, processes see each other's writes at once,
-so the sum never exceeds `max_requests`. On several hosts the sum may exceed it, because a network filesystem can show
-writes seconds late.
+Each process writes its own file and adds up all files. Before a process sends a request, it adds the request to its own
+file and compares the sum with the budget. If the budget is used up, the process removes the request from the file and
+does not send the request. If two processes want the last request, at most one of them may send it. On one host,
+processes see each other's writes at once, so the sum never exceeds `max_requests`. On several hosts the sum may exceed
+`max_requests`, because a network filesystem can show writes seconds late.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class UsageFile:
             try:
                 os.pwrite(descriptor, data, 0)  # always the same length: a reader sees the old numbers or the new ones
             finally:
-                os.close(descriptor)  # on a network filesystem, closing makes it visible to others
+                os.close(descriptor)  # on a network filesystem, closing makes the numbers visible to others
 
         retried(write, str(directory), RETRY_S)
 

@@ -4,7 +4,7 @@
                         ▲        │ 429, 5xx, no connection, too slow, no JSON
                         └─ wait ─┘ as long as Retry-After says (for all questions), or longer each time
 
-The call fails, and no row is scored, in three cases. Answers that arrived before are kept.
+`ask_endpoint` fails, and no row is scored, in three cases. Answers that arrived before are kept.
 
 - A request fails, and its next try would be `retry_s` or more after the judge's last answer.
 - The judge refuses a request, or its answer lacks data that the settings need (log-probs, token counts).
@@ -55,7 +55,7 @@ class Endpoint:
     timeout_s: float
     """Longest time of one request, in seconds."""
     retry_s: float
-    """Longest time without an answer from the judge, in seconds. After it the call fails."""
+    """Longest time without an answer from the judge, in seconds. If no answer comes in this time, the call fails."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class _Retries:
         self._said = -math.inf
 
     def log_rarely(self, now: float, text: str) -> None:
-        """Write `text` to the worker's log, at most once in `_LOG_INTERVAL_S` seconds. Without this limit, every
-        question would write the same line while the judge is down."""
+        """Write `text` to the worker's log, unless a text was written in the last `_LOG_INTERVAL_S` seconds. Without
+        this limit, every question would write the same line while the judge is down."""
         if now - self._said > _LOG_INTERVAL_S:
             self._said = now
             print(text, file=sys.stderr, flush=True)
@@ -120,11 +120,12 @@ def ask_endpoint(
     spending: UsageFile,
 ) -> dict[str, Answer]:
     """Return a dictionary: key of a question -> its answer. `on_answer` is called with the key and the answer when an
-    answer arrives. Inside a running event loop (a notebook), the loop is blocked until all questions are answered.
+    answer arrives. `spending` counts the requests and checks the budget. Inside a running event loop (a notebook), the
+    loop is blocked until all questions are answered.
 
     Raises:
-        RewardFailed: the judge refuses a request for good, gives no answer for `retry_s`, or leaves out data that the
-            settings need (log-probs, token counts). The message names a row.
+        RewardFailed: the judge refuses a request with an HTTP status that is not in `_RETRY_STATUSES`, gives no answer
+            for `retry_s`, or leaves out data that the settings need (log-probs, token counts). The message names a row.
         BudgetSpent: the budget is used up. The answers of requests under way are kept.
     """
     try:

@@ -85,7 +85,7 @@ def label_pairs(
 
     With a graded judge, the margin of a pair is the absolute difference of its grades. With a pairwise judge, the
     margin is |2 w - 1|, where w is the preference for the first response, averaged over both orders. A pair with a
-    margin up to `min_margin` is a tie.
+    margin up to `min_margin` is a tie. `judge`: name of the judge, which is stored with each labelled pair.
     """
     verdicts = _grade_pairs(rubric, ask, prompts) if rubric.against is None else _compare_pairs(rubric, ask, prompts)
     labelled = []

@@ -137,7 +137,7 @@ class JudgeReward(Reward):
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions. The judge is asked once for each question that is not in
-        the cache. Raises RewardFailed."""
+        the cache. Raises the errors of `ask_endpoint`."""
         asked = [SentQuestion(question, {**self._body, "messages": list(question.messages)}) for question in questions]
         keys = [question_key(one.body) for one in asked]
         self._cache.refresh()
@@ -266,7 +266,8 @@ _NOT_IN_BODY = {
 
 
 def _check_body(body: Mapping[str, Any]) -> None:
-    """Raise UnfitReward for a field of the body that would be overwritten, or would make the answer unreadable."""
+    """Raise UnfitReward if `body` sets a field that Stageline sets itself (`messages`), or a field that makes the
+    answer unreadable (`stream`, `n`)."""
     for name, need in _NOT_IN_BODY.items():
         if body.get(name):
             raise UnfitReward(Problem(f"body.{name}", body[name], need))

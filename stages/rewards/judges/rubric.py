@@ -62,7 +62,7 @@ class Rubric:
     """Answer -> its worth. For a pairwise judge, the worth is the preference for the first response, from 0 (the second
     is better) to 1 (the first is better)."""
     on_unparsed: float
-    """Worth of any other answer."""
+    """Worth of an answer that is not in `answers`."""
     against: str | None = None
     """None: each response is graded by itself. `GROUP`: it is compared with each other response to its prompt. Another
     name: it is compared with the text in that field of the prompt."""
@@ -78,7 +78,7 @@ class Rubric:
 
     def build_question(self, sample: Sample, responses: Mapping[str, str]) -> Question:
         """Return the question about a row. `responses`: name of a field in the template -> response. Raises
-        RewardFailed if the prompt lacks a field."""
+        RewardFailed if the template has a field that the prompt lacks."""
         values, note = {"prompt": prompt_text(sample), **responses}, ""
         if self.delimit:
             tag = _tag(responses.values())
@@ -247,7 +247,10 @@ class BothOrders:
 
 
 def value_of_answer(answer: Answer, values: Mapping[str, float]) -> float | None:
-    """Return the worth of an answer, or None if the answer is not valid."""
+    """Return the worth of an answer, or None if the answer is not valid. `values`: valid answer -> its worth.
+
+    With log-probs, the result is the mean worth of the valid answers among the likeliest first tokens, weighted by
+    their probabilities. Without log-probs, it is the worth of the last word of the text."""
     if answer.likeliest is None:
         return _value_of_text(answer.text, values)
     numbers = [(log_prob, values[text.strip()]) for text, log_prob in answer.likeliest if text.strip() in values]
@@ -283,9 +286,9 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
     """Return the rows' scores, their disagreement and their shares of invalid answers (`UNPARSED`).
 
     - Score of a graded judge: the grade. There is no disagreement.
-    - Score of a pairwise judge: the preference for the row, from 0 to 1, averaged over all its comparisons in both
-      orders.
-      The disagreement is half the difference between the two orders, averaged over all comparisons.
+    - Score of a pairwise judge: the preference for the row's response, from 0 to 1, averaged over all comparisons of
+      the response and over both orders. The disagreement is half the difference between the two orders, averaged over
+      all comparisons.
     - An invalid answer is worth `on_unparsed`."""
     if rubric.against is None:
         verdicts_of: list[list[tuple[float | None, float | None]]] = [
@@ -306,8 +309,9 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
 def _against_others(
     rubric: Rubric, ask: Ask, samples: Sequence[Sample]
 ) -> list[list[tuple[float | None, float | None]]]:
-    """Return, for each row, one pair of verdicts per comparison with another response: the preference for the row if it
-    is shown first, and if it is shown last."""
+    """Return a list for each row, with two verdicts per comparison: the preference for the row's response if it is
+    shown first, and if it is shown last. The response is compared with the other responses to its prompt (`GROUP`), or
+    with the text in the field `against` of the prompt."""
     if rubric.against != GROUP:
         pairs = [(sample, sample.response, rubric.reference_answer(sample)) for sample in samples]
         return [[(c.first_shown_first, c.first_shown_last)] for c in compare_responses(rubric, ask, pairs)]

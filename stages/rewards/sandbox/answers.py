@@ -47,7 +47,7 @@ _LONGEST_REASON = 300
 _LONGEST_REPLY_BYTES = 1 << 16
 _SLOW = "it took too long"
 _STRING = re.compile(r"['\"]|__|\.\s*[^\W\d]")
-"""Matches places where an expression may get a string from: a literal, a name such as `__doc__`, an attribute."""
+"""Matches the parts of an expression that may be strings: a literal, a name such as `__doc__`, an attribute."""
 
 
 class UnconfinedAnswers(Exception):
@@ -79,7 +79,8 @@ class AnswerScorer:
 
     def __call__(self, answers: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
         """Return the answers' scores (0 for a stopped answer), and one flag per answer: 1 if it was stopped, else 0.
-        Raises RewardFailed if a problem could not be prepared, or if the process that scores did not start again."""
+        `answers`: for each answer, the fields that the `AnswerScoring` needs, and its number `row` for messages. Raises
+        RewardFailed if a problem could not be prepared, or if the process that scores did not start again."""
         scores, stopped = [0.0] * len(answers), [0.0] * len(answers)
         first = ""
         for row, fields in enumerate(answers):
@@ -127,8 +128,9 @@ class AnswerScoring(Protocol):
         ...
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Return a function that scores the answer, 0 to 1. If `prepare` raises, the run has an error. If the function
-        raises, the answer counts as stopped."""
+        """Return a function that scores the answer from 0 to 1. If `prepare` raises an error, the call of the
+        `AnswerScorer` fails with RewardFailed. If the returned function raises an error, the answer counts as
+        stopped."""
         ...
 
 
@@ -147,7 +149,7 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
         alone = may_run_code(scorer.text_to_evaluate(fields))
         if alone:
             with suppress(Exception):  # the fork reports what is wrong
-                scorer.prepare(fields)  # the scorer caches it here, for all forks
+                scorer.prepare(fields)  # the scorer caches the problem here, for all forks
         fork = shared if shared is not None and not alone else _Fork(scorer, start["timeout_s"])
         reply = fork.ask(fields)
         channel.send(reply)  # the worker sends the next answer while this fork ends

@@ -41,8 +41,8 @@ class EventKind(StrEnum):
     STARTED = "started"
     """The stage began on a worker. `t` is read from the worker's clock."""
     FINISHED = "finished"
-    """The output of the stage was committed. `t` is read from the worker's clock. The stage took `seconds`, of which
-    the last `store_s` were spent in store and ledger."""
+    """The output of the stage was committed. `t` is read from the worker's clock. The stage took `seconds`. The last
+    `store_s` of these seconds were spent on store and ledger."""
     FAILED = "failed"
     """An attempt to run a node was lost or raised an error. `detail` says why."""
     PUBLISHED = "published"
@@ -96,8 +96,8 @@ class Event:
     """The version of the weights to sample with. Only SUBMITTED of stage `generate` has a version, and only if
     `rollout.versions` is `latest`."""
     cpu_s: float | None = None
-    """CPU time in seconds that the driver's process, which includes the scheduler, has used since its start. Only
-    PUBLISHED has it."""
+    """CPU time of the driver's process since its start, in seconds. The process includes the scheduler. Only PUBLISHED
+    has this field."""
 
     def to_json(self) -> str:
         return codec.encode({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))

@@ -1,5 +1,6 @@
-"""The display of a running run: a live panel on a terminal, one plain line per step elsewhere (CI logs), or one JSON
-object per line for programs (`--json-lines`; docs/running.md lists the fields).
+"""The display of a run while it runs. On a terminal it is a live panel. Elsewhere, for example in CI logs, it is one
+plain line per step. With `--json-lines` it is one JSON object per line, for programs (docs/running.md lists the
+fields).
 
     loading models: train-0, 6 s
     demo  step 12/100  ━━━━━━━────────────────  0:48 gone, 5:52 left
@@ -34,8 +35,8 @@ from pipeline.observe.text import escape_control_characters, plain_text, sparkli
 from storage.redaction import redacted, redacted_text
 
 UNPROVEN_PREFIX, NO_CAPABILITIES = ". Not proven: ", "nothing"
-"""Two parts of the text of an engine event: the separator before the list of guarantees that the run lacks, and the
-word that replaces an empty list."""
+"""Two parts of the text of an engine event. The first part separates the engine's capabilities from the guarantees that
+the run lacks. The second part replaces a list that is empty."""
 _SHOWN_NODES = 3
 """Maximum number of nodes per gang that are listed by name. For all further nodes, only their number is shown."""
 

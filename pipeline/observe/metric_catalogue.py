@@ -266,7 +266,7 @@ def _parse(table: str) -> tuple[Metric, ...]:
 
 
 METRICS = _parse(_TABLE)
-"""All metrics in the order of docs/metrics.md: by group, the overview first."""
+"""All metrics, in the same order as in docs/metrics.md: group by group, beginning with the overview."""
 _PATTERNS = tuple(
     (re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(metric.name).replace(r"\<", "<").replace(r"\>", ">"))), metric)
     for metric in sorted(METRICS, key=lambda metric: "<" in metric.name)

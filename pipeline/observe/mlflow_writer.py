@@ -80,8 +80,8 @@ STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """The delivery of one spool to one store. A state file notes the id of the MLflow run, and the offsets up to which
-    the spool is delivered: one offset for metrics, and one for all other items."""
+    """The delivery of one spool to one store. A state file notes the id of the MLflow run, and two offsets up to which
+    the spool is delivered. One offset is for metrics, and one for all other items."""
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
@@ -129,7 +129,7 @@ class SpoolWriter:
         """Send all items of the spool that are not delivered. Items that were sent before an error stay delivered.
 
         Raises:
-            STORE_ERRORS: the store cannot be reached, it fails, or it rejects the item that opens the run. If the store
+            STORE_ERRORS: the store cannot be reached or fails, or it rejects the item of kind `open`. If the store
                 rejects another item, this item is dropped with a warning."""
         if self._client is None:
             self._client = MlflowClient(self._uri)
@@ -283,7 +283,7 @@ class SpoolWriter:
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])])
 
     def _model(self, client: MlflowClient, item: Item) -> None:
-        """Register the exported weights as a model version, unless this run has registered the same path before."""
+        """Register exported weights as a model version, unless this run has registered weights with this path before."""
         try:
             client.create_registered_model(item["name"])
         except MlflowException as error:
@@ -322,8 +322,8 @@ def _is_rejected(error: MlflowException) -> bool:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Return the URI of an experiment's directory for artifacts. The directory is next to the sqlite file. (MLflow's
-    default is the current directory.) Return None for a server."""
+    """Return the URI of the directory for an experiment's artifacts: a directory next to the sqlite file that `uri`
+    names. (MLflow's default is the current directory.) Return None if `uri` does not name a sqlite file."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"

@@ -1,5 +1,6 @@
-"""The nodes that are in progress and the nodes that finished last, updated with every event of the journal. The live
-display and `/stageline` show them."""
+"""A record of the nodes in progress and of the latest finished nodes. Every event of the journal updates the record.
+The live display and `/stageline` show it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Further trackers of a run (`tracking.also`), each in a process of its own: `python -m THIS_MODULE SPOOL TIMEOUT_S
-REPORTS`, with the tracker's name as the first line of stdin. `pipeline/observe/tracking.py` starts these processes.
+"""Further trackers of a run (`tracking.also`). Each tracker has its own process, which `pipeline/observe/tracking.py`
+starts: `python -m THIS_MODULE SPOOL TIMEOUT_S REPORTS`. The first line of its stdin is the tracker's name.
 
     mlflow_spool.jsonl ─┬─ metrics ─────────► TensorBoardSink ──► tensorboard/events.out.tfevents.stageline
                         └─ config, metrics ─► WandbSink ────────► wandb/offline-run-…   (`wandb sync` uploads it)

@@ -126,10 +126,10 @@ class Summary:
     """Fraction of the wall time in which at least two gangs were busy."""
     busiest_gang: str | None
     idle: dict[str, float]
-    """Gang -> fraction of the wall time in which a worker ran nothing, averaged over the gang's workers."""
+    """Gang -> fraction of the wall time in which its workers ran nothing: the mean over the workers."""
     alarms: int
-    """Number of versions of the weights at which engine and trainer differed by more than `mismatch.alarm_nats`, or at
-    which the engine kept older weights."""
+    """Number of versions of the weights with an alarm: engine and trainer differed by more than `mismatch.alarm_nats`,
+    or the engine seemed to have kept older weights."""
     kl_final: float | None
     """KL to the reference in the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]

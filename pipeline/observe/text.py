@@ -18,7 +18,7 @@ from rich.text import Text
 from storage.redaction import redacted_text
 
 _SMALLEST, _LARGEST = 0.0005, 1e6
-"""Limits between which a number is readable with three decimals."""
+"""Smallest and largest absolute value of a number that is shown with three decimals. The second limit is excluded."""
 _NOTHING = 1e-6
 """Limit below which a value counts as a rounding error. For example, the computed KL between a model and itself is 1e-8
 and not 0."""

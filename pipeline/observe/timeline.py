@@ -235,8 +235,8 @@ def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> Interval | None:
     """Return the period in which the middle `num_steps` steps were trained. None if at most `num_steps` steps were
     trained.
 
-    The period is from the start of the first update to the end of the last update of these steps, plus a margin of 4 %
-    on both sides. It begins no earlier than the first box and ends no later than the last box."""
+    The period lasts from the start of the first update of these steps to the end of the last update. A margin of 4 % is
+    added on both sides, but the period does not extend beyond the first and the last box."""
     updates = [box for box in drawn if box.address.stage.startswith("update")]
     trained = sorted({box.address.step for box in updates})
     if len(trained) <= num_steps:

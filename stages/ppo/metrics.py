@@ -131,9 +131,8 @@ def proximal_metrics(
 def canary_metrics(
     engine_logprobs: PerToken, policy_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
 ) -> dict[str, float]:
-    """Return metrics that compare engine and trainer at one version of the weights, on tokens that any version may have
-    sampled. d = log mu - log pi, both computed with this one version.
-
+    """Return metrics that compare engine and trainer at one version of the weights. The tokens may have been sampled by
+    any version. d = log mu (engine) - log pi (trainer), both computed with this one version.
     mismatch/canary_mean_abs    mean |d|; the alarm compares it with its limit
     mismatch/canary_max_abs     largest |d|
     mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as if mu had drawn the tokens
@@ -171,9 +170,12 @@ def staleness_metrics(
 
 
 def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, float]:
-    """Return metrics of the critic at the start of the step: the means of the returns G and of the values V, and
-    critic/explained_variance = 1 - Var(G - V) / Var(G). critic/explained_variance is absent if the returns do not
-    vary."""
+    """Return metrics of the critic at the start of the step.
+
+    critic/return_mean          mean of the returns G
+    critic/start_mean           mean of the values V
+    critic/explained_variance   1 - Var(G - V) / Var(G); absent if all returns are equal
+    """
     v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
     if g.size == 0:
         return {}

@@ -15,8 +15,8 @@ class RewardTrainingConfig:
 
     loss: Literal["bradley_terry", "regression", "distill"] = "bradley_terry"
     """What the model learns. bradley_terry: to score the chosen response above the rejected one. regression: to predict
-    the rating (ratings only). distill: to predict the teacher's score; the judgements serve only to measure model and
-    teacher."""
+    the rating (only if the data are ratings). distill: to predict the mean score of the teachers; the judgements serve
+    only to measure model and teachers."""
     epochs: int = setting(1, at_least(1))
     """Passes over the training rows. With pairs, more than one or two passes overfit (Ouyang et al. 2022)."""
     rows_per_step: int = setting(64, at_least(2, ": one pair has two"))

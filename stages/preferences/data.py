@@ -65,9 +65,12 @@ class Group:
 def tokenise_judgements(
     judgements: Sequence[Judgement], tokenizer: Tokenizer, config: PreferencesConfig, *, seed: int
 ) -> JudgedRows:
-    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. Raises PreferencesError in
-    three cases: a row is too long (unless such judgements are skipped), both responses of a pair have the same tokens,
-    or no row or no pair is left."""
+    """Return rows of prompt, response and EOS (for ratings: text and EOS), with their pairs. `seed`: seed of the pairs
+    that are drawn for ratings.
+
+    Raises:
+        PreferencesError: a row is longer than `data.max_tokens` and `data.too_long` is not "skip", both responses of a
+            pair have the same tokens, or no row or no pair is left."""
     kept: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, ...]] = []
     texts: list[str] = []
@@ -128,9 +131,8 @@ def draw_pairs(ratings: np.ndarray, min_gap: float, max_pairs: int, seed: int) -
     """Return at most `max_pairs` random pairs of rows whose two ratings differ by `min_gap` or more. All pairs with
     such a difference have the same probability.
 
-    There may be too many pairs to list them. So the pairs get numbers: first the pairs in which row 0 is the better
-    row, then the pairs in which row 1 is the better row, and so on. Within the pairs of a better row, the worse rows
-    are sorted by rating. The function draws numbers and computes the pairs from the numbers."""
+    There may be too many pairs to list them. So the function numbers the pairs in a fixed order: by their better row,
+    and then by the rating of the worse row. It draws numbers and computes the pair of each number."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()

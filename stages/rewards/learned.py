@@ -223,8 +223,8 @@ PROCESS_MODELS = _ProcessModels()
 
 class EnsembleReward(Reward):
     """An ensemble of rewards. Owns its members. The score is the mean of the members' scores, and the disagreement is
-    their standard deviation (with divisor n). A large disagreement shows that a policy has left the region that the
-    members were trained on (Coste et al., arXiv 2310.02743)."""
+    their standard deviation (with divisor n). If the disagreement is large, the policy has left the region of the
+    members' training data (Coste et al., arXiv 2310.02743)."""
 
     def __init__(
         self,

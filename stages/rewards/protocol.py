@@ -2,8 +2,8 @@
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
 still generated. A reward may be slow, for example if it runs a model or asks a server. By default, the `advantage` node
-runs on the gang of the role `score`. If `placement.roles.advantage` names another gang, only the `advantage` node of the
-same step waits for a slow reward.
+runs on the gang of the role `score`. If `placement.roles.advantage` names another gang, only the `advantage` node of
+the same step waits for a slow reward.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Reward(ABC):
     fields: frozenset[str] = frozenset()
     """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})
-    """For a reward that runs code in a sandbox: target (files, network, processes) -> the mechanism that protects it
-    from the code. None: the target is not protected."""
+    """For a reward that runs code in a sandbox: target (files, network, processes) -> name of the mechanism that keeps
+    the code away from the target, or None if the target is not protected."""
 
     @abstractmethod
     def __call__(self, samples: Sequence[Sample]) -> Sequence[float] | Scored:

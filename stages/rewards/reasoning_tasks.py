@@ -30,7 +30,7 @@ class TaskScorer:
         return self._answer(fields["response"]) or ""
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
-        """Generate the problem that a response answers, and return a function that scores the response. `fields`:
+        """Generate the problem of a prompt again, and return a function that scores the response. `fields`:
         `response`, and `problem` with the prompt's fields. Raises RewardFailed if the answer of the generated problem
         differs from the field `answer` of the prompt."""
         asked = fields["problem"]

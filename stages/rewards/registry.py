@@ -160,7 +160,7 @@ def close_parts(*groups: tuple[Part, ...]) -> None:
 
 @contextmanager
 def closing_on_error() -> Iterator[ExitStack]:
-    """Yield a stack whose callbacks run only if the block raises."""
+    """Yield an `ExitStack`. Its callbacks run only if the `with` block raises an error."""
     with ExitStack() as undo:
         yield undo
         undo.pop_all()

@@ -135,9 +135,9 @@ class OverlongPenalty(Reward):
 
 @dataclass(frozen=True)
 class RepetitionPenalty(Reward):
-    """d / a - 1, where d is the number of distinct n-grams of the response's tokens and a is the number of all n-grams:
-    0 if no n-gram occurs twice, and near -1 if one n-gram is repeated throughout. A response of fewer than `n` tokens
-    gets 0."""
+    """d / a - 1, where d is the number of distinct n-grams of the response's tokens and a is the number of all n-grams.
+    The score is 0 if no n-gram occurs twice, and near -1 if one n-gram is repeated throughout. A response of fewer than
+    `n` tokens gets 0."""
 
     n: int = 3
     deterministic = True

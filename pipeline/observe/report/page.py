@@ -1,8 +1,8 @@
 """The page: one HTML file that loads no other file. It consists of the contents as JSON, and the styles and scripts of
 `static/`.
 
-Text of a run is in two places: in the title, where it is escaped, and in the JSON, where every `<` is written as a JSON
-escape. So the text cannot end the HTML element that contains the JSON (pipeline/observe/html.py).
+Text of a run is in two places of the file. In the title, the text is escaped. In the JSON, every `<` is written as a
+JSON escape, so the text cannot end the HTML element that contains the JSON (pipeline/observe/html.py).
 """
 
 from __future__ import annotations

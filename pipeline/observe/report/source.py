@@ -16,20 +16,20 @@ from storage.rollouts import Decode
 
 @dataclass(frozen=True)
 class Sameness:
-    """Facts that decide which numbers of two runs can be compared.
+    """Facts about a run that decide which of its numbers can be compared with the numbers of another run.
 
-    Each fact is a text. A number depends on some of the facts. If these facts are equal in both runs, the number can be
-    compared."""
+    Each fact is a text. For example, the training scores of two runs can be compared if `reward` is the same text in
+    both runs."""
 
     model: str
-    """Files of the initial policy."""
+    """Names and digests of the initial policy's files, or the model's path if the digests are not known."""
     tokenizer: str
     reference: str
-    """Files of the reference model, against which the KL is measured."""
+    """Names and digests of the reference model's files, or the model's path. The KL is measured against this model."""
     reward: str
-    """The reward that gives the training scores."""
+    """Settings of the reward that gives the training scores, and digests of the files of reward models."""
     held_out_reward: str
-    """The reward that gives the held-out scores."""
+    """Settings of the reward that gives the held-out scores, and digests of the files of reward models."""
     held_out_sampling: str
     """Sampling settings of the held-out responses: temperature, lengths, seed."""
 

@@ -124,8 +124,8 @@ def ask_endpoint(
     loop is blocked until all questions are answered.
 
     Raises:
-        RewardFailed: the judge refuses a request with an HTTP status that is not in `_RETRY_STATUSES`, gives no answer
-            for `retry_s`, or leaves out data that the settings need (log-probs, token counts). The message names a row.
+        RewardFailed: the judge refuses a request (an HTTP status outside `_RETRY_STATUSES`), gives no answer for
+            `retry_s`, or leaves out log-probs or token counts that the settings need. The message names a row.
         BudgetSpent: the budget is used up. The answers of requests under way are kept.
     """
     try:

@@ -18,8 +18,8 @@ from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare_respon
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
-"""Reasons why a pair has no label, in this order: the margin is too small, an answer is not valid, both texts are
-equal, a text is empty. `ALONE`: the prompt has only one response, so there is no pair."""
+"""Reasons why a pair has no label. `TIE`: the margin is too small. `UNPARSED`: an answer is not valid. `EQUAL`: both
+texts are equal. `BLANK`: a text is empty. `ALONE`: the prompt has fewer than two responses, so there is no pair."""
 
 
 @dataclass(frozen=True)

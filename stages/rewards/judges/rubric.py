@@ -4,8 +4,8 @@
     pairwise     {prompt} {first} {second}        two questions per pair: each response comes first once
     both         {NAME}                           the prompt's field NAME in its source
 
-A response is data, but a policy that is trained on verdicts learns to write texts that address the judge. So each
-response is put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins with a note about the tags.
+A response is data. But a policy may learn from the verdicts to write texts that address the judge. So each response is
+put between tags, `<response-TAG>` and `</response-TAG>`, and the message begins with a note about the tags.
 TAG is a digest of the responses. If a response contains the digest, another one is computed, so no response can close
 its own tags. The tag depends on the responses alone, so a replay asks the same question.
 
@@ -91,8 +91,8 @@ class Rubric:
         return Question((*system, {"role": "user", "content": note + text}), sample.row, values["prompt"])
 
     def reference_answer(self, sample: Sample) -> str:
-        """Return the text with which a response is compared: the field of the prompt that `against` names. Raises
-        RewardFailed if the prompt lacks this field."""
+        """Return the field `against` of the prompt: the text to compare a response with. Raises RewardFailed if the
+        prompt lacks this field."""
         assert self.against is not None
         return _value(self.against, {}, sample)
 
@@ -309,9 +309,9 @@ def score_rows(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> Scored:
 def _against_others(
     rubric: Rubric, ask: Ask, samples: Sequence[Sample]
 ) -> list[list[tuple[float | None, float | None]]]:
-    """Return a list for each row, with two verdicts per comparison: the preference for the row's response if it is
-    shown first, and if it is shown last. The response is compared with the other responses to its prompt (`GROUP`), or
-    with the text in the field `against` of the prompt."""
+    """Return a list for each row, with one pair of verdicts per comparison. The first verdict is the preference for the
+    row's response when it is shown first, the second when it is shown last. The response is compared with the other
+    responses to its prompt (`GROUP`), or with the text in the field `against` of the prompt."""
     if rubric.against != GROUP:
         pairs = [(sample, sample.response, rubric.reference_answer(sample)) for sample in samples]
         return [[(c.first_shown_first, c.first_shown_last)] for c in compare_responses(rubric, ask, pairs)]

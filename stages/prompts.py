@@ -34,7 +34,7 @@ class PromptTable:
     tokens: np.ndarray
     """int32 [prompts prompt_seq], right-padded."""
     lengths: np.ndarray
-    """int32 [prompts]"""
+    """int32 [prompts]: number of tokens of each prompt."""
     train: np.ndarray
     """int64: indices of the training prompts in `tokens`."""
     held_out: np.ndarray
@@ -94,7 +94,8 @@ class PromptTable:
 
     def evaluated_on(self, other: PromptTable) -> PromptTable:
         """Return a table with the prompts of both tables. All prompts of this table become training prompts. All
-        prompts of `other` become held-out prompts. Their indices follow the indices of the training prompts."""
+        prompts of `other` become held-out prompts. The indices of the held-out prompts follow the indices of the
+        training prompts."""
         first, num = len(self.lengths), len(other.lengths)
         chats = [chat for table in (self, other) for chat in table.messages or [[]] * len(table.lengths)]
         return PromptTable(
@@ -149,8 +150,8 @@ def _read_lines(path: Path) -> list[Any]:
 
 
 def read_source(config: PromptsConfig) -> list[PromptItem]:
-    """Return all prompts of a source: a file, or problems generated from a seed. Raises PromptsError if they cannot be
-    read or generated."""
+    """Return all prompts of a source. A source is a file, or problems that are generated from a seed. Raises
+    PromptsError if the prompts cannot be read or generated."""
     return reasoning.load_problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 

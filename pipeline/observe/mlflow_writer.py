@@ -283,7 +283,8 @@ class SpoolWriter:
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])])
 
     def _model(self, client: MlflowClient, item: Item) -> None:
-        """Register exported weights as a model version, unless this run has registered weights with this path before."""
+        """Register exported weights as a model version, unless this run has registered weights with this path
+        before."""
         try:
             client.create_registered_model(item["name"])
         except MlflowException as error:

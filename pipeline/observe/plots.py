@@ -103,6 +103,7 @@ def plot_reward_model(
 ) -> None:
     """Draw up to three plots about the training of a reward model. `metrics`: optimizer step -> its metrics. `margins`:
     one margin per held-out pair.
+
     - The accuracy by optimizer step, on the training pairs and on the validation pairs. If `calibration` is None, the
       training loss replaces the accuracy on the training pairs.
     - The calibration on held-out pairs. This plot is left out if `calibration` is None.

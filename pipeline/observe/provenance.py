@@ -118,8 +118,8 @@ def tunnel_command(dashboard: str, login_host: str | None) -> str:
 
 
 def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return tags for experiment tracking: the address of the dashboard. In a Slurm job, also the ssh command with which
-    users reach the dashboard."""
+    """Return tags for experiment tracking: the address of the dashboard. In a Slurm job, also the ssh command with
+    which users reach the dashboard."""
     job, tags = slurm_job(environment), {"dashboard": dashboard}
     return tags if job is None else tags | {"dashboard_tunnel": tunnel_command(dashboard, job.submitted_from)}
 

@@ -172,8 +172,8 @@ def row_columns(rows: StageRows, decode: Decode) -> dict[str, Any]:
     """Return the columns of a table with one line per row: the row's origin, its texts and its numbers.
 
     Sums and means are over the sampled tokens, in float64. `kl` is the sum of the log-ratios to the reference, nats per
-    response. If the output of a stage is None, its columns of numbers are NaN. Without scores, the columns for the parts
-    of the score are left out. Without advantages, `trained_on` is false."""
+    response. If the output of a stage is None, its columns of numbers are NaN. Without scores, the columns for the
+    parts of the score are left out. Without advantages, `trained_on` is false."""
     rollout, mask = rows.rollout, rows.rollout.response_mask
     lengths = rollout.response_lengths.astype(np.int64)
     sampled_by = np.where(mask, rollout.token_versions, -1)

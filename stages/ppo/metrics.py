@@ -133,6 +133,7 @@ def canary_metrics(
 ) -> dict[str, float]:
     """Return metrics that compare engine and trainer at one version of the weights. The tokens may have been sampled by
     any version. d = log mu (engine) - log pi (trainer), both computed with this one version.
+
     mismatch/canary_mean_abs    mean |d|; the alarm compares it with its limit
     mismatch/canary_max_abs     largest |d|
     mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as if mu had drawn the tokens

@@ -37,12 +37,12 @@ def micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Divide row indices into micro-batches with similar numbers of tokens, and into no more micro-batches than
-    `split_balanced` needs to keep both limits.
+    """Divide row indices into micro-batches with similar numbers of tokens.
 
     Each micro-batch has at most `max_tokens` tokens and at most `max_rows` rows. A row of more than `max_tokens` tokens
-    is in a micro-batch of its own. Within a micro-batch the longest row comes first. The micro-batch with the most
-    tokens comes first, so that the first forward pass needs the most memory.
+    is in a micro-batch of its own. The other rows are divided by `split_balanced`, into the smallest number of
+    micro-batches that keeps both limits. Within a micro-batch the longest row comes first. The micro-batch with the
+    most tokens comes first, so that the first forward pass needs the most memory.
 
     Args:
         rows: row indices.
@@ -55,8 +55,8 @@ def micro_batches(
 
 
 def _split_within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
-    """Call `split_balanced` with more and more parts until all parts are within both limits, and return these parts. No
-    row may be longer than `max_tokens`."""
+    """Call `split_balanced` with more and more parts until no part exceeds `max_tokens` or `max_rows`, and return these
+    parts. No row may be longer than `max_tokens`."""
     fewest = max(-(-int(lengths.sum()) // max_tokens), -(-len(lengths) // (max_rows or max(1, len(lengths)))))
     for pieces in range(fewest, len(lengths)):
         parts = split_balanced(lengths, pieces)

@@ -47,11 +47,11 @@ class JudgedRows:
     """int64 [rows]: index of the row's prompt among the prompts of this part; for ratings, index of the text."""
     texts: list[str]
     ratings: np.ndarray | None = None
-    """float64 [rows]"""
+    """float64 [rows]: ratings of the rows. None for judged pairs."""
     standard_errors: np.ndarray | None = None
-    """float64 [rows], of the ratings."""
+    """float64 [rows]: standard errors of the ratings. None if the data have none."""
     targets: np.ndarray | None = None
-    """float64 [rows]: mean of the teachers' scores."""
+    """float64 [rows]: mean of the teachers' scores. None without teachers."""
 
 
 @dataclass(frozen=True)

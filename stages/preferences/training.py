@@ -1,5 +1,5 @@
 """Train a reward model: epochs of optimizer steps with validations between them. The model's state with the best
-validation accuracy is kept, and measured on the held-out set. Every rank of the gang runs this.
+validation accuracy is kept, and measured on the held-out set. Every rank of the gang runs the training.
 
     consumes   judged rows of training, validation and held-out set (the same on every rank)
     reports    a `TrainingProgress` after every optimizer step and every validation; on every rank
@@ -52,7 +52,7 @@ class PartFigures:
     """Scores of one part of the split, and measures of their agreement with people."""
 
     scores: np.ndarray
-    """float32 [rows]"""
+    """float32 [rows]: the model's scores."""
     margins: np.ndarray
     """float64 [pairs]: score of the better row minus score of the worse row."""
     metrics: dict[str, float]

@@ -54,7 +54,7 @@ class _File:
     path: Path | None
     """Path of the file. None for the temporary file of an `AnswerCache` without a directory."""
     read: int = 0
-    """Number of bytes at the beginning of the file whose lines are in the index."""
+    """Number of bytes from the beginning of the file to the end of the last line that was read into the index."""
     size: int = 0
     """Size of the file in bytes when it was last read."""
 

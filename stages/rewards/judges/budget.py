@@ -62,8 +62,8 @@ class Budget:
         return (usage.prompt_tokens * self.prompt_price + usage.completion_tokens * self.completion_price) / 1e6
 
     def reached_limit(self, usage: JudgeUsage) -> str | None:
-        """Return a text about the limit that `usage` has reached, or None if it is below all limits. At a limit, no
-        further request is allowed."""
+        """Return a text about the limit that `usage` has reached, or None if `usage` is below all limits. At a limit,
+        no further request is allowed."""
         if self.max_requests is not None and usage.requests >= self.max_requests:
             return f"max_requests = {self.max_requests} is used up"
         if self.max_cost is not None and self.cost(usage) >= self.max_cost:

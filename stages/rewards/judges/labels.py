@@ -54,9 +54,11 @@ class _PairVerdict:
 def comparable_pairs(
     candidates: Candidates, number: int, seed: int, max_pairs: int | None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """Return the pairs of responses to compare, as pairs of indices, and a counter: reason -> number of pairs that
-    cannot be compared. If more than `max_pairs` pairs can be compared, `max_pairs` of them are chosen at random.
-    `number`: index of the prompt in its source. The choice is seeded with `seed` and `number`."""
+    """Return (pairs, dropped). `pairs` are the pairs of responses to compare, as pairs of indices into
+    `candidates.responses`. `dropped` is a counter: reason -> number of pairs that cannot be compared.
+
+    If more than `max_pairs` pairs can be compared, `max_pairs` of them are chosen at random. The choice is seeded with
+    `seed` and `number`, the index of the prompt in its source."""
     dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
@@ -80,8 +82,8 @@ def label_pairs(
     min_margin: float,
     judge: str,
 ) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
-    """Return, for each prompt, its labelled pairs and a counter: reason -> number of pairs without a label. All
-    questions are asked together.
+    """Return (rows, dropped) for each prompt. `rows` are its labelled pairs, as rows of a preference set. `dropped` is
+    a counter: reason -> number of pairs without a label. The questions of all prompts are asked together.
 
     With a graded judge, the margin of a pair is the absolute difference of its grades. With a pairwise judge, the
     margin is |2 w - 1|, where w is the preference for the first response, averaged over both orders. A pair with a
@@ -121,7 +123,8 @@ def _sample(candidates: Candidates, response: str, number: int) -> Sample:
 
 
 def _grade_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_PairVerdict | None]]:
-    """Return each pair's verdict from the grades of its responses; None if a grade could not be read."""
+    """Return a list for each prompt, with the verdict on each pair. A verdict is made from the grades of both
+    responses, and is None if a grade could not be read."""
     places = [(number, response) for number, (_, pairs) in enumerate(prompts) for response in sorted({*sum(pairs, ())})]
     samples = [_sample(prompts[n][0], prompts[n][0].responses[response], n) for n, response in places]
     grades = dict(zip(places, grade_rows(rubric, ask, samples), strict=True))
@@ -140,7 +143,8 @@ def _grade_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_
 
 
 def _compare_pairs(rubric: Rubric, ask: Ask, prompts: PairsToLabel) -> list[list[_PairVerdict | None]]:
-    """Return each pair's verdict from its comparisons in both orders; None if an answer could not be read."""
+    """Return a list for each prompt, with the verdict on each pair. A verdict is made from the comparisons in both
+    orders, and is None if an answer could not be read."""
     questions = [
         (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
         for number, (candidates, pairs) in enumerate(prompts)

@@ -85,8 +85,8 @@ class JudgeReward(Reward):
             url: URL of the API, including its version: http://HOST:8000/v1.
             model: the model's name on the server.
             on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
-            read: source of an answer's worth. `likelihood`: the log-probs of the likeliest first tokens. `text`: the
-                answer's last word.
+            read: what decides the worth of an answer. `likelihood`: the log-probs of the likeliest first tokens.
+                `text`: the answer's last word.
             max_tokens: maximum number of tokens of an answer that is read as text.
             likeliest: number of tokens whose log-probs are requested.
             key_env: environment variable with the server's key; None: the server needs no key.

@@ -1,5 +1,7 @@
 """Build a judge's questions about each row from a template, and turn the answers into scores. Pure.
 
+A template has these fields:
+
     graded       {prompt} {response}              one question per row
     pairwise     {prompt} {first} {second}        two questions per pair: each response comes first once
     both         {NAME}                           the prompt's field NAME in its source

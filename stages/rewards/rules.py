@@ -38,8 +38,8 @@ class CharacterReward(Reward):
 
 @dataclass(frozen=True)
 class LengthReward(Reward):
-    """1 for a response of `target` characters, falling linearly to 0 for an empty response and for a response of twice
-    `target` characters or more."""
+    """1 for a response of `target` characters. The score falls linearly with the distance from `target`. It is 0 for an
+    empty response, and for a response of twice `target` characters or more."""
 
     target: int
     deterministic = True
@@ -53,8 +53,8 @@ class LengthReward(Reward):
 
 
 class AnswerReward(Reward):
-    """1 if the last number in the response equals the number in one field of the prompt (`field`: name of this field),
-    else 0."""
+    """1 if the last number in the response equals the number in a field of the prompt, else 0. The argument `field` is
+    the name of the prompt's field. A prompt without a number in this field raises RewardFailed."""
 
     deterministic = True
 

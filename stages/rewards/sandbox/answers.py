@@ -101,7 +101,8 @@ class AnswerScorer:
         self._sandbox.close()
 
     def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the sandbox's reply. An answer that ends the whole sandbox counts as stopped."""
+        """Return the sandbox's reply to the fields of one answer. An answer that ends the whole sandbox counts as
+        stopped, and the next call restarts the sandbox. Raises RewardFailed if the sandbox does not start."""
         try:
             if self._lost:
                 self._sandbox.restart()
@@ -184,7 +185,8 @@ class _Fork:
         self._channel = SandboxChannel(ours)
 
     def ask(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return {score}, or {stopped: why}. Return {error} if the problem could not be prepared."""
+        """Score one answer. Return a dictionary with one key: `score`, or `stopped` (why the answer has no valid
+        score), or `error` (why the problem could not be prepared)."""
         try:
             self._channel.send(fields, START_S)
             first = self._channel.receive(START_S)  # sent before the answer is evaluated

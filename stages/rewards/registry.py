@@ -42,8 +42,8 @@ REWARDS: dict[str, str] = {
 }
 """Kind -> class of the reward, as `module:name`. The class is called with `args`."""
 KEYS = "attached"
-"""Folder in a run's directory with the keys of the run's attached workers (`RunPaths.attached`). Sandboxes cannot see
-this folder."""
+"""Folder in a run's directory with the keys of the run's attached workers (`RunPaths.attached`). It is hidden from
+users' own rewards if the host allows namespaces."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
 """Settings of the type check of arguments: an integer is accepted as a float."""
 _SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)

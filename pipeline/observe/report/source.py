@@ -27,9 +27,11 @@ class Sameness:
     reference: str
     """Names and digests of the reference model's files, or the model's path. The KL is measured against this model."""
     reward: str
-    """Settings of the reward that gives the training scores, and digests of the files of reward models."""
+    """Settings of the reward that gives the training scores, and digests of the models and rubric files of all
+    rewards."""
     held_out_reward: str
-    """Settings of the reward that gives the held-out scores, and digests of the files of reward models."""
+    """Settings of the reward that gives the held-out scores, and digests of the models and rubric files of all
+    rewards."""
     held_out_sampling: str
     """Sampling settings of the held-out responses: temperature, lengths, seed."""
 

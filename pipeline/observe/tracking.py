@@ -40,9 +40,9 @@ LOG = logging.getLogger("stageline.tracking")
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 DETACH_TIMEOUT_S = 2.0
-"""Seconds that `detach` waits for each writer. They suffice for a writer that has few items left."""
+"""Maximum number of seconds that `detach` waits for each writer. They suffice if only few items are left."""
 ANNOUNCE_S = 2.0
-"""Seconds that `close` waits for a writer before it logs a warning."""
+"""If `close` or `deliver` has waited this many seconds for a writer, a warning is logged."""
 IMPORT_GRACE_S = 60.0
 """Seconds by which `close` and `deliver` extend the time limit of a writer, because the writer may still be importing
 mlflow or creating the database."""
@@ -92,7 +92,7 @@ class Delivery:
     """The state of the delivery to MLflow when the writer process ended."""
 
     run_id: str | None
-    """Id of the MLflow run. None if the store was never reached, or if the writer was killed or died."""
+    """Id of the MLflow run. None if MLflow's store was never reached, or if the writer was killed or died."""
     num_undelivered: int
     """Number of items that are not delivered. If the writer was killed or died, this is the number of all items in the
     spool."""
@@ -377,7 +377,8 @@ class _Writer:
     stdin            one line with the target: MLflow's URI, which may contain a password, or the sink's name. End of
                      file means that the driver has closed the pipe or died.
     a second pipe    reports of the writer, one JSON object per line. Its descriptor is an argument of the process.
-    stdout, stderr   NAME_writer.log. Only this user may read it, because a library's output may contain secrets.
+    stdout, stderr   NAME_writer.log, where NAME is `mlflow` or the sink's name. Only this user may read the file,
+                     because a library's output may contain secrets.
     """
 
     def __init__(self, target: str, spool_path: Path, timeout_s: float) -> None:
@@ -486,8 +487,9 @@ _FIELDS: dict[Any, set[str]] = {
 }
 """Kind of a spool item -> its required fields."""
 STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
-"""Fields of the writer's state file. `uri`: the URI without secrets. `metrics`, `rest`: the delivered offset of each
-queue. `run_id`, `experiment_id`: ids in MLflow. `open`: True if the MLflow run is open."""
+"""Fields of the writer's state file. `uri`: the URI without secrets. `metrics`: offset in the spool up to which metrics
+are delivered. `rest`: the same for all other items. `run_id`, `experiment_id`: ids in MLflow. `open`: True if the
+MLflow run is open."""
 
 
 def delivered_run_id(spool_path: Path, uri: str) -> str | None:

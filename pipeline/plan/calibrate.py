@@ -1,15 +1,17 @@
 """Fit a calibration to the nodes that runs executed.
 
-The fit finds three numbers for each kind of work: `efficiency` (up to 1), `call_s` and `node_s` (0 or more):
+The fit finds three numbers for each kind of work: `efficiency` (up to 1), `call_s` and `node_s` (0 or more). The
+roofline is the node's seconds at the hardware's peaks:
 
     seconds - collectives  ~  roofline / efficiency + calls * call_s + node_s
 
-The method is least squares of relative errors. Outliers count less (Huber's weights), and there is a weak pull toward
-the usual proportions (`typical`, scaled to these runs). If the nodes differ in all three terms, the data decides. If
-not (one run with shards of equal size), the proportions stay as assumed and the kind is listed as extrapolated.
+The method is least squares of relative errors. Outliers count less (Huber's weights). The three numbers are weakly
+pulled toward their usual proportions (`typical`, scaled to these runs). If the nodes differ in all three terms, the
+data decides. If not (one run with shards of equal size), the proportions stay as assumed, and the kind of work is
+listed as extrapolated.
 
-On CPUs, if runs had different numbers of threads, these numbers are fitted for many values of `thread_share`. The value
-with the smallest errors is taken.
+On CPUs, if runs had different numbers of threads, the three numbers are fitted for many values of `thread_share`. The
+value with the smallest errors is taken.
 
 The journal tells how long each node worked on store and ledger. The fit explains only the rest of a node's seconds.
 `node_s` is the mean time on store and ledger plus the fixed seconds per node that the fit finds.
@@ -40,16 +42,16 @@ FEWEST_STEPS = 4
 """Minimum number of steps of a run to calibrate from. The first node of each stage on a worker is left out, and three
 more steps show the scatter."""
 _ROUNDS = 4
-"""Number of rounds of the fit. A round fits the engines' speed to their work, and then computes the work again with the
-fitted speed."""
+"""Number of rounds of the fit. A round fits the speed of the engines, and then uses it to compute again which work an
+engine did during each shard."""
 _PULL = 0.1
 """Weight of the usual proportions in the fit, where one measured node has the weight 1."""
 _INDISTINCT = 30.0
-"""If the condition number of the fit's columns is above this, the fit cannot tell their coefficients apart."""
+"""If the condition number of the fit's matrix reaches this value, the fit cannot tell the three numbers apart."""
 _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
 """Values of `Calibration.thread_share` that the fit tries."""
 _OUTLIER = 0.2
-"""Relative error above which a node counts less."""
+"""Relative error above which a node has less weight in the fit."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class Measurement:
 
 
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
-    """Return the calibration of a machine from runs on it. `hardware`: name of the machine's kind, or the path of a
-    file. Raises ConfigError if a run is too short, if it did not run on `hardware`, or if it did not run on the same
-    hardware as the first run."""
+    """Return the calibration of a machine from runs on it. `hardware`: a name of `conf/hardware`, or the path of a
+    file; it describes the same hardware as `cluster`. Raises ConfigError if a run has fewer than `FEWEST_STEPS`
+    finished steps, if it did not run on `hardware`, or if it did not run on the same hardware as the first run."""
     _check(runs, cluster, hardware)
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
@@ -129,16 +131,17 @@ def _fit_kinds(
 
 
 def _error(speeds: Mapping[str, Any]) -> float:
-    """Return the mean squared relative error of the measured nodes of generation, forward passes and updates. These
-    kinds of work divide their arithmetic among threads. Return 0 if none of them was measured."""
+    """Return the mean variance (`scatter` squared) of measured / predicted seconds of generation, forward passes and
+    updates. Each kind counts with its number of measured nodes. Only these kinds divide their arithmetic among threads.
+    Return 0 if none of them was measured."""
     fitted = [speeds[kind] for kind in ("generate", "forward", "update")]
     measured = [speed for speed in fitted if speed.scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
 
 
 def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:
-    """Raise ConfigError if a run is too short, if it did not run on `hardware`, or if it did not run on the same
-    hardware as the first run of `runs`."""
+    """Raise ConfigError if a run has fewer than `FEWEST_STEPS` finished steps, if it did not run on `hardware`, or if
+    it did not run on the same hardware as the first run of `runs`."""
     for one in runs:
         if one.steps < FEWEST_STEPS:
             need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more"
@@ -175,9 +178,9 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
 
 
 def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
-    """Yield the publications of a run and the nodes whose rows are stored, each with its work at the hardware's peaks.
-    The work of a generated shard is all work that its engine did between the shard's start and its end, including the
-    work for other shards."""
+    """Yield each publication of a run, and each other node whose responses are still stored, with its work at the
+    hardware's peaks. The work of a generated shard is all work that its engine did between the start and the end of the
+    shard, including the work for other shards."""
     stored = [node for node in one.nodes if node.lengths or node.node.stage == "publish"]
     by_engine: dict[str, list[Observed]] = {}
     for node in stored:
@@ -194,10 +197,10 @@ def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
 def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
-    """Yield (index in `nodes`, the engine's work while the shard ran) for each shard of one engine. A shard joins the
-    queue at its measured start. If the queue predicts a later end of the shard's rows than was measured, the shard is
-    removed from the queue at the measured end. `after_s`: seconds of each shard from the end of its rows to its
-    measured end, for store and commit."""
+    """Replay the shards of one engine (`nodes`). Yield (index in `nodes`, the engine's work while the shard ran) for
+    each shard. A shard joins `queue` at its measured start. It leaves `queue` at the predicted end of its rows, or at
+    their measured end if that is earlier. `after_s`: seconds that each shard's store and commit took after the end of
+    its rows."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
@@ -254,9 +257,9 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return two numbers: the mean seconds on store and ledger of the nodes that ran alone on their worker, and how
-    many seconds more the nodes that ran beside others took on average. If they took no more, or if one of the two
-    groups is empty, return the mean of all nodes and 0."""
+    """Return two means of seconds on store and ledger: of nodes that ran alone on their worker, and the additional
+    seconds of nodes that ran beside others. If there were no additional seconds, or if all or none of the nodes ran
+    alone, return the mean of all nodes and 0."""
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
@@ -272,8 +275,9 @@ def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 def _distinct(columns: np.ndarray) -> bool:
-    """Return True if the columns differ enough to tell their factors apart. False if there are no more rows than
-    columns, or if a column has only zeros."""
+    """Return True if a fit can tell the coefficients of the columns apart: the condition number of the normalised
+    columns is below `_INDISTINCT`. Return False if there are no more rows than columns, or if a column has only
+    zeros."""
     lengths = np.linalg.norm(columns, axis=0)
     enough = len(columns) > columns.shape[1] and bool(lengths.all())
     return enough and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)

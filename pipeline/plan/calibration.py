@@ -2,9 +2,9 @@
 
     seconds of a node = roofline / efficiency + collectives / link_efficiency + calls * call_s + node_s
 
-The roofline (`cost`) follows from model, layout, batch and hardware. The other numbers are measured in a run
-(`calibrate`), scaled to a published step time (`scaled`), or assumed (`typical`). A calibration belongs to one kind of
-hardware: its efficiencies are shares of that hardware's peaks.
+The roofline is the seconds of the work at the hardware's peaks. It follows from model, layout, batch and hardware
+(`cost`). The other numbers are measured in a run (`calibrate`), scaled to a published step time (`scaled`), or assumed
+(`typical`). A calibration belongs to one kind of hardware: its efficiencies are shares of that hardware's peaks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StageSpeed:
     """Share of the hardware's peak that the work reaches: the peak of arithmetic or of memory bandwidth, whichever
     limits the work."""
     call_s: float = setting(0.0, at_least(0))
-    """Additional seconds of each call, for launches and Python. A call is a decoding pass, a row of a scoring or an
-    advantage node, or a block that a micro-batch goes through (forward, or forward and backward in an update). On a
-    CPU, each row of a decoding pass adds a part of a call."""
+    """Additional seconds of each call, for launches and Python. Engines make one call per decoding pass. Scoring and
+    advantage nodes make one per row. Forward passes and updates make one per transformer block and micro-batch (in an
+    update, forward and backward together). On a CPU, each row of a decoding pass adds a part of a call."""
     node_s: float = setting(0.0, at_least(0))
     """Additional seconds of each node, for reading and writing the store and for the commit."""
     scatter: float | None = setting(None, at_least(0))
@@ -74,7 +74,8 @@ class Calibration:
     link_efficiency: float = setting(1.0, _SHARE)
     """Share of the links' bandwidth that collectives reach."""
     overhead_s: float = setting(0.0, at_least(0))
-    """Seconds from the commit of a node's last parent to its start on an idle worker: scheduling and tracking."""
+    """Seconds from the commit of a node's last parent to the start of the node on an idle worker. Scheduling and
+    tracking take this time."""
     turnaround_s: float = setting(0.0, at_least(0))
     """Seconds from a node's commit until its worker can start the next node. They count as seconds of the node that was
     committed."""
@@ -92,7 +93,8 @@ class Calibration:
     prompt_tokens: float | None = setting(None, above(0))
     """Mean number of tokens of the prompts in the measured runs; null: unknown."""
     extrapolated: list[str] = setting([])
-    """Kinds of work whose numbers are partly assumed: no nodes were measured, or they were too few or too alike."""
+    """Kinds of work whose numbers are partly assumed, because no nodes were measured, or because the measured nodes
+    were too few or too alike."""
 
 
 KINDS = ("generate", "forward", "update", "publish", "refit", "score", "advantage")
@@ -145,8 +147,8 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
 
 
 def scaled(calibration: Calibration, predicted_s: float, step_s: float, description: str) -> Calibration:
-    """Return a calibration with which everything takes `step_s` / `predicted_s` times as long. The share of each stage
-    in the step stays the same. The new speeds have no `scatter`, because only the time of a whole step is known. Raises
+    """Return a calibration by which everything takes `step_s` / `predicted_s` times as long. The share of each stage in
+    the step stays the same. The new speeds have no `scatter`, because only the time of a whole step is known. Raises
     ConfigError if an efficiency would be above 1 or below `LEAST_EFFICIENCY`.
 
     Args:
@@ -200,7 +202,7 @@ def load_calibration(file: str | Path) -> Calibration:
 
 
 def to_yaml(calibration: Calibration) -> str:
-    """Return the text of a calibration file."""
+    """Return a calibration as the YAML text of a calibration file."""
     return OmegaConf.to_yaml(OmegaConf.structured(calibration))
 
 

@@ -32,7 +32,8 @@ from stages.models.protocol import MODEL_ROLES, Role
 
 
 def thread_speedup(threads: int, share: float) -> float:
-    """Return the speedup of `threads` threads over one thread. They divide `share` of the work among themselves."""
+    """Return the speedup of `threads` threads over one thread. They divide the fraction `share` of the work among
+    themselves, and one thread does the rest."""
     return 1.0 / (1.0 - share + share / threads)
 
 
@@ -90,7 +91,7 @@ def work_at(
     or ends, or the driver starts or ends its work.
 
     Args:
-        threads: gang's name -> number of working threads of one of its workers. A gang that is not listed needs no
+        threads: gang's name -> effective number of threads (`working_threads`). A gang that is not listed needs no
             cores.
         driver_s: seconds that the driver works with one thread after each execution.
     """

@@ -46,7 +46,7 @@ from stages.models.protocol import MODEL_ROLES, Role
 
 CONTEXT, PREFILL, COPIES, ENGINE_LINKS = "keys and values read", "prefill", "copies", "engine's collectives"
 CALLS, FIXED = "calls", "store and commit"
-"""Names of the parts that are not in a roofline: fixed costs of calls and of nodes."""
+"""Names of the parts of a node's seconds that are not in its roofline: fixed costs of calls and of the node."""
 _CORE_FLOPS = 243.2e9
 """Float32 FLOP/s of one CPU core, from conf/hardware/cpu.yaml. On a node with GPUs, reward models run on such cores."""
 
@@ -70,8 +70,8 @@ class Costs:
     """Gang's name -> its models and peaks. Only gangs that hold models are listed."""
     engine: DecodeSpeed
     trunk_stages: frozenset[str]
-    """Stages that compute the frozen blocks of their rows. Other stages reuse the outputs that an earlier stage of the
-    gang has computed."""
+    """Stages that compute the model's frozen blocks for their rows. Other stages reuse the outputs of these blocks from
+    an earlier stage of the gang."""
 
     def seconds(self, node: Node, lengths: Sequence[int]) -> float:
         """Return the seconds for which the node's gang, or one replica, is busy with the node. The replica is assumed
@@ -84,8 +84,9 @@ class Costs:
         return self._total(self.work(node, lengths), self.speed_of(node.stage)) + self.calibration.turnaround_s
 
     def seconds_of_shards(self, node: Node, lengths: Sequence[Sequence[int]]) -> list[float]:
-        """Return the `seconds` of the nodes of one stage for several shards at once. `lengths` has the response tokens
-        of each shard. All shards must have the same number of rows. Stages that decode are not supported."""
+        """Return the `seconds` of one stage's nodes, one number per shard, computed together. `node`: any node of the
+        stage. `lengths`: for each shard, the number of tokens of each response. All shards must have the same number of
+        rows. Stages that decode are not supported."""
         work = self._work(node.stage, rows_of_shards(self.prompt_tokens, np.array(lengths)))
         total = self._total(work, self.speed_of(node.stage)) + self.calibration.turnaround_s
         seconds: list[float] = np.broadcast_to(total, len(lengths)).tolist()
@@ -99,8 +100,8 @@ class Costs:
         return parts | ({FIXED: fixed} if fixed else {})
 
     def overhead(self, node: Node) -> float:
-        """Return the seconds from the commit of a node's last parent to its start on an idle worker. Scheduling and
-        tracking take this time."""
+        """Return the seconds from the commit of the node's last parent to the start of the node on an idle worker.
+        Scheduling and tracking take this time."""
         return self.calibration.overhead_s
 
     def engine_queue(self) -> RowQueue[Any]:
@@ -160,8 +161,8 @@ class Costs:
         return self._work(node.stage, rows_of(self.prompt_tokens, lengths))
 
     def _work(self, stage: str, rows: Rows) -> Work:
-        """Return the work of a node, or of the nodes of several shards. The stages `generate` and `evaluate` are not
-        supported."""
+        """Return the work of a node of `stage` with these rows. If `rows` describes several shards, the work may have
+        arrays with one number per shard. The stages `generate` and `evaluate` are not supported."""
         config, gang = self.run.config, self.gang_of(stage)
         match stage:
             case "canary":
@@ -316,9 +317,9 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the stages that compute the frozen blocks: in each gang the first of its stages `reference`, `logprob` and
-    `value`, and also `evaluate_reference` and `canary_logprob`. `logprob` and `canary_logprob` count only under
-    `ppo.proximal: recompute`. Empty if no blocks are frozen."""
+    """Return the stages that compute the model's frozen blocks: `evaluate_reference`, `canary_logprob`, and in each
+    gang the first stage that it runs of `reference`, `logprob` and `value`. Unless `ppo.proximal` is `recompute`,
+    `logprob` and `canary_logprob` are ignored. Empty if no blocks are frozen."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

@@ -1,15 +1,19 @@
-"""Seconds of decoding, with rows that join and leave the batch in flight: a fluid simulation on a clock of passes.
+"""Seconds of decoding, with rows that join and leave the batch in flight. The simulation's clock counts the passes of
+the engine. It may stop within a pass (a fluid simulation).
 
 In a pass, every row of the batch feeds its last token to the model and gains the next token. With speculation, a row
 also feeds `drafts_per_pass` guessed tokens and gains `tokens_per_pass` tokens. A pass is limited by the engine's memory
 bandwidth or by its arithmetic:
 
-    pass = max(weights + context * context_s,  fed tokens * token_s) / efficiency  +  collectives  +  calls * call_s
+    pass       = max(weights_s + context * context_s,  arithmetic) / efficiency  +  collectives  +  calls * call_s
+    arithmetic = fed * (rows * token_s + context * attention_s)
 
-    weights      seconds to read all weights, the same for any number of rows: few rows cost nearly as much as many
+    weights_s    seconds to read all weights, the same for any number of rows: few rows cost nearly as much as many
     context_s    seconds to read the keys and values of one token; `context` counts the tokens so far of all rows
-    token_s      seconds of arithmetic for one token: 2 operations per weight, and attention to the row's own context
-    calls        1 + rows * row_calls: the engine's Python works once per pass, and also for each of its rows
+    fed          tokens that a row feeds in a pass: 1 + drafts_per_pass
+    token_s      seconds of arithmetic for one token: 2 operations per weight
+    attention_s  seconds of arithmetic for one token's attention to one token of its row's context
+    calls        1 + rows * row_calls: the engine's Python works once per pass, and also for each row of the pass
 
 The prefill of a prompt computes the output layer once, for its last token.
 
@@ -54,7 +58,7 @@ Shard = TypeVar("Shard", bound=Hashable)
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Roofline of the passes of one replica with all its ranks, in seconds at the hardware's peaks."""
+    """Costs of the passes of one replica (all its ranks together), in seconds at the hardware's peaks."""
 
     max_rows: int
     """Maximum number of rows in the batch."""
@@ -86,7 +90,7 @@ class DecodeSpeed:
     drafts_per_pass: float = 0.0
     """Number of guessed tokens that a row feeds in a pass for verification, in addition to its last token."""
     row_calls: float = 0.0
-    """Number of calls that each row of a pass costs, in addition to the pass's own call."""
+    """Number of calls that each row adds to a pass. The pass itself is one call."""
 
     @property
     def fed_per_pass(self) -> float:
@@ -159,7 +163,7 @@ def decode_speed(
         number_bytes: bytes of one number of the weights, keys and values.
         tensor, pipeline: numbers of tensor-parallel ranks and of pipeline stages.
         groups: number of groups of rows that are in the pipeline's stages at once.
-        kv_bytes: memory for keys and values of all ranks together. Each rank has an equal part.
+        kv_bytes: memory of all ranks together for keys and values. Each rank has an equal part.
         link: the link between the ranks.
         tokens_per_pass, drafts_per_pass, row_calls: see `DecodeSpeed`.
     """
@@ -217,22 +221,22 @@ class RowQueue(Generic[Shard]):
         number of tokens that these rows will have when they end."""
         self._waiting: deque[tuple[int, Shard]] = deque()
         self._flight: list[tuple[float, int, int, Shard]] = []
-        """A heap with a tuple for each row: the pass at which the row ends, its place in the order of admission, the
-        length of its response, and its shard."""
+        """A heap with a tuple for each row in flight: the pass at which the row ends, its place in the order of
+        admission, the length of its response, and its shard."""
         self._admitted = 0
         self._left: dict[Shard, int] = {}
         """Shard -> number of its rows that have not ended."""
         self._total: _Parts = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         """Work so far."""
         self._begun: dict[Shard, _Parts] = {}
-        """Shard -> value of `_total` at its start."""
+        """Shard -> value of `_total` when the shard was added."""
         self._links_s: dict[int, float] = {}
         """Number of rows in a pass -> seconds that the pass spends in collectives and sends."""
         self._ended: list[tuple[Shard, Decoded]] = []
         self._ahead: RowQueue[Shard] | None = None
 
     def add(self, shard: Shard, lengths: Sequence[int], now: float) -> None:
-        """Add a shard with responses of these lengths. It must have at least one response."""
+        """Add a shard whose responses have these lengths. `lengths` must not be empty."""
         self._advance(now)
         self._left[shard], self._begun[shard] = len(lengths), self._total
         self._waiting.extend((length, shard) for length in lengths)
@@ -243,8 +247,8 @@ class RowQueue(Generic[Shard]):
         self._before += seconds
 
     def drop(self, shard: Shard, now: float) -> Decoded:
-        """Remove a shard that has not ended. Return the engine's work from the shard's start to its predicted end, as
-        if the shard had stayed."""
+        """Remove a shard that has not ended. Return the engine's work from the time when the shard was added to its
+        predicted end, as if the shard had stayed."""
         self._advance(now)
         ahead = self._copy()
         while shard in ahead._left:
@@ -388,7 +392,7 @@ def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Dec
     """Return a lower bound of the work of decoding these responses. It assumes that every pass has `max_rows` rows, so
     it holds for any order of the rows, and for any rows of other steps in the batch.
 
-    A pass takes the seconds of its memory reads or the seconds of its arithmetic, whichever are more. So all passes
+    A pass takes the seconds of its memory reads or the seconds of its arithmetic, whichever is larger. So all passes
     together take at least the larger of the two sums."""
     row_passes = sum(lengths) / speed.tokens_per_pass
     passes = row_passes / speed.max_rows

@@ -52,7 +52,7 @@ class LognormalLengths:
 
     same_every_step: ClassVar[bool] = False
     median: float
-    """Median before the cut."""
+    """Median of the lengths before the cut at `most`."""
     sigma: float
     """Standard deviation of the logarithm; 0: all lengths are the median."""
     most: int
@@ -90,8 +90,8 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class SameLengths:
-    """The same response lengths in every step, for any number of shards. The shards take them in order, and begin again
-    after the last one."""
+    """The same response lengths in every step, for any number of shards. The shards take the lengths in order, and
+    begin again with the first length after the last one."""
 
     same_every_step: ClassVar[bool] = True
     tokens: Sequence[int]

@@ -37,16 +37,18 @@ class Observed:
 
     node: Node
     seconds: float
-    """Seconds of work: less than the time from its start to its end if it had to share cores."""
+    """Seconds of work, without the loading of new weights. If the node had to share cores, it has fewer seconds of work
+    than passed from its start to its end."""
     lengths: Sequence[int]
-    """Number of tokens of each response that the node worked on."""
+    """Number of tokens of each response that the node worked on, without responses that are no longer stored."""
     worker: str = ""
     start_s: float = 0.0
-    """Time at which the node began, after its engine had loaded new weights, on the clock of work (`cores`)."""
+    """Time at which the node began its work. If its engine had to load new weights first, the time after that. Where
+    workers share cores, it is a reading of the clock of work (explained in `cores`)."""
     store_s: float = 0.0
-    """Part of `seconds` on store and ledger; 0: not measured."""
+    """Part of `seconds` that was spent on store and ledger; 0: not measured."""
     beside: bool = False
-    """True if its worker ran other nodes at the same time."""
+    """True if the node's worker ran other nodes at the same time."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class ObservedRun:
     run: PlannedRun
     nodes: Sequence[Observed]
     waits: Sequence[float]
-    """Seconds from the end of a node's last parent to the node's start, for nodes whose worker was idle at that end."""
+    """Seconds from the end of a node's last parent to the node's start. Only nodes count whose worker was idle when
+    that parent ended."""
     refits: Sequence[float]
     """Seconds of each load of new weights into an engine. They are read from the commit of the first shard that the
     engine sampled with the new weights. No node's `seconds` include them."""
@@ -81,8 +84,8 @@ class ObservedRun:
     processor: str
     """Vector instruction sets of the run's processor."""
     turnarounds: Sequence[float] = ()
-    """Seconds between two consecutive nodes of a worker, for pairs in which the second node's parents had ended before
-    the first node did."""
+    """Seconds between two consecutive nodes of a worker. Only pairs count in which all parents of the second node had
+    ended before the first node ended. Engines are left out."""
     driver_s: float = 0.0
     """Processor seconds of the driver and the scheduler for each node."""
 
@@ -234,8 +237,8 @@ def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, No
 
 
 def _turnarounds(boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return the seconds between consecutive nodes of a worker, for pairs in which the later node's parents had ended
-    before the earlier node did. Engines run several nodes at once and are left out."""
+    """Return the seconds between two consecutive nodes of a worker. Only pairs count in which all parents of the second
+    node had ended before the first node ended. Engines run several nodes at once and are left out."""
     ends = {box.address: box.end_s for box in boxes}
     last: dict[str, Box] = {}
     gaps = []
@@ -256,8 +259,8 @@ def _engine_commits(history: History) -> Iterator[Commit]:
 
 
 def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
-    """Return two means for a row in a decoding pass, from the engines' counts: the number of tokens that it gained, and
-    the number of tokens that were drafted for it."""
+    """Return two means for a row in a decoding pass: the number of tokens that the row gained, and the number of tokens
+    that were drafted for it. They are computed from the engines' metrics in the commits."""
     tokens = passes = drafts = 0.0
     for commit in history.ledger.list("generate"):
         tokens += commit.metrics.get("engine/tokens", 0.0)
@@ -268,6 +271,6 @@ def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
 
 
 def _item(identity: Identity | None, name: str) -> str:
-    """Return the item `name` from the numerics of the first gang that has it, or an empty text."""
+    """Return the item `name` of the first gang in `identity.numerics` that has this item, or an empty text."""
     gangs = identity.numerics if identity is not None else ()
     return next((gang.items[name] for gang in gangs if name in gang.items), "")

@@ -62,8 +62,8 @@ class Option:
 
 
 class Options:
-    """Owns the options of gangs that were found so far, and the results of memory checks. These results do not depend
-    on the number of shards."""
+    """The options of gangs that were found so far, and the results of memory checks. These results do not depend on the
+    number of shards."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -73,9 +73,9 @@ class Options:
         """Number of an engine's ranks -> bytes on each GPU that the engine takes without its cache."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
-        """Return the options of a gang of models with this number of devices. With GPUs, only options that fit in their
-        memory are returned. Options that `pareto` drops are left out, unless the gang shares its devices. Then a slower
-        option may need less memory, and its hand-overs of the devices may be faster."""
+        """Return the options of a gang of models with this number of devices. On GPUs, only options that fit in the
+        GPUs' memory are returned. Options that `pareto` drops are left out, unless the gang shares its devices. Then a
+        slower option may need less memory, and its hand-overs of the devices may be faster."""
         key = form.gangs[gang], shards, devices, form.shares_devices
         if key not in self._known:
             trainers = [*self._trainers(form, gang, shards, devices)]
@@ -196,8 +196,8 @@ def _micro_batches(space: Space) -> list[int | None]:
 
 
 def _fits(space: Space, run: PlannedRun, name: str) -> bool:
-    """Return True if the ranks of a gang fit in their GPUs when they run alone. Always True without GPUs, where only
-    whole configs are checked."""
+    """Return True if the ranks of a gang fit in their GPUs when no other gang uses these GPUs. Always True without
+    GPUs, where only whole configs are checked."""
     if not run.on_gpus:
         return True
     (gang,) = (gang for gang in run.config.gangs() if gang.name == name)
@@ -270,6 +270,6 @@ def pareto(options: Sequence[Option]) -> list[Option]:
 
 
 def scoring_option(space: Space, form: Form, shards: int) -> Option:
-    """Return the only option of the scoring gang, which uses none of the devices."""
+    """Return the only option of the scoring gang. It uses none of the devices."""
     config = assembled(space, form, {}, shards, 0)
     return _option(space, replace(space.run, config=config), SCORE, 0, config.placement.gangs[SCORE], {})

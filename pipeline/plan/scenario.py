@@ -35,7 +35,7 @@ def scenario_of(
     failures: Failures | None = None,
     seed: int = 0,
 ) -> Scenario:
-    """Return the scenario of a config whose costs are known."""
+    """Return the scenario that simulates the config of `costs` with responses of these lengths."""
     config = costs.run.config
     return Scenario(
         spec=config.graph(),

@@ -232,12 +232,12 @@ def search(
     Args:
         refuse: returns the reason why a run with this config would be refused, or None.
         most: the search simulates up to this many combinations with a staleness bound of 0, and up to this many with
-            larger bounds. In each of these two cases, up to `most` further simulations look for a plan for each form
-            and bound that has none.
+            larger bounds. In each of the two cases, the search then tries combinations of forms and bounds that have no
+            accepted plan yet, until it has simulated 2 x `most` combinations.
         watch: called with texts about the progress.
 
     Raises:
-        ConfigError: no combination fits, or the checks refuse all plans.
+        ConfigError: no combination fits, or `refuse` refused every plan that it was asked about.
     """
     every, exact = combinations(space, watch)
     plans: list[Plan] = []
@@ -321,5 +321,5 @@ def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
 
 
 def scenario_to_plan(costs: Costs, lengths: Lengths) -> Scenario:
-    """Return the scenario that is simulated to compare plans: `STEPS` steps without evaluations."""
+    """Return the scenario that is simulated to compare plans: `space.STEPS` steps without evaluations."""
     return replace(scenario_of(costs, lengths), spec=graph_of_steps(costs.run.config))

@@ -7,11 +7,11 @@
                                         │                         ▲
                                         └──► Dispatch.mark_done, Flow.on_node_done
 
-The executor and this module carry out the same instructions. A real run whose nodes take the predicted seconds would
-therefore have the same order of nodes, sample with the same versions, and use the same replicas. The rules of the
-workers:
+The executor and this module carry out the same instructions of `Dispatch`. A real run whose nodes take the predicted
+seconds would therefore have the same order of nodes, sample with the same versions, and use the same replicas. The
+rules of the workers:
 
-- A worker runs as many nodes at once as it has threads, the most urgent first. Ranks of a gang run their nodes in the
+- A worker with n threads runs up to n nodes at once, the most urgent first. Ranks of a gang run their nodes in the
   order in which Dispatch numbered them.
 - A node can start `Costs.overhead` seconds after its last parent's commit, or after its own submission if that is
   later.
@@ -21,7 +21,7 @@ workers:
   its current shards have ended, unless the engine updates in flight.
 - A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
 - Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
-  cores (`cores.SharedClock`). The driver shares these cores too: each commit is `driver_s` of work for it.
+  cores (`cores.SharedClock`). The driver shares these cores too: it works `driver_s` seconds after each commit.
 - A worker that fails loses its nodes. It is back after `rebuild_s`. A trainer additionally repeats its updates since
   the last checkpoint.
 
@@ -80,7 +80,7 @@ class NodeCosts(Protocol):
         ...
 
     def overhead(self, node: Node) -> float:
-        """Return the seconds between the commit of a node's last parent and its start on an idle worker."""
+        """Return the seconds from the commit of the node's last parent to the start of the node on an idle worker."""
         ...
 
     def refit_s(self) -> float:
@@ -113,7 +113,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to play."""
+    """A run to simulate."""
 
     spec: GraphSpec
     gangs: Sequence[Gang]
@@ -141,12 +141,12 @@ class Scenario:
 
 
 class Gap(IntEnum):
-    """Why time passes between the end of one node of the critical path and the start of the next."""
+    """The reason why time passes between the end of one node of the critical path and the start of the next node."""
 
     BOOKKEEPING = 0
     """The commit, the driver and the scheduler."""
     HAND_OVER = 1
-    """Shared devices changed hands."""
+    """Shared devices moved from one gang to another."""
     REBUILD = 2
     """A lost worker was built again."""
 
@@ -165,13 +165,13 @@ class Execution:
     parents_left: int = 0
     """Number of unfinished parents, if the node was submitted before they ended."""
     is_ready: bool = False
-    """True once it waits only for a free place at its worker."""
+    """True once the attempt waits only for a free place at its worker."""
     started_s: float = math.nan
     finished_s: float = math.nan
     is_lost: bool = False
     """True if the attempt was lost with its worker. Its events in the heap are then ignored."""
     beside: bool = False
-    """True if its worker has an engine and ran other nodes at the same time."""
+    """True if the attempt's worker has an engine and ran other nodes at the same time."""
     followers: list[Execution] = field(default_factory=list)
     """Attempts at child nodes that were submitted before this attempt ended. They wait for its end."""
 
@@ -282,7 +282,7 @@ class _Worker:
         """Number that a ROWS_ENDED event in the heap must have to be valid. Each new prediction increments it, which
         makes older events invalid."""
         self.version: int | None = None
-        """Version of the weights in its engine."""
+        """Version of the weights in the worker's engine. None before the first node, and after a loss of the worker."""
 
 
 class _Simulation:
@@ -303,7 +303,8 @@ class _Simulation:
         self._unbooked = 0
         """Number of commits that the driver has not handled yet. Always 0 if the driver's work is not simulated."""
         self._work = self._heap if self._shared is None else []
-        """A heap of events at readings of the clock of work: ends of nodes, of rows, and of the driver's work."""
+        """A heap of events at readings of the clock of work: ends of nodes, of rows, and of the driver's work. The same
+        heap as `_heap` if workers share no cores."""
         self._workers = {
             (gang.name, index): _Worker(
                 gang.max_running_nodes, scenario.threads.get(gang.name, 0), self._engine_of(gang)
@@ -549,7 +550,7 @@ class _Simulation:
     # ---- Rows of the shards that share a replica -----------------------------------------------------------------
 
     def _predict_rows(self, worker: _Worker) -> None:
-        """Predict again when the next shard of a replica will end, and push an event for that time."""
+        """Predict again when the rows of the next shard of a replica will end, and push an event for that time."""
         assert worker.engine is not None
         worker.stamp += 1
         at = worker.engine.next_end()

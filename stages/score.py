@@ -29,8 +29,7 @@ def score(
     """Score every row:  score = sum over parts of weight x part  (in float64, stored in float32).
 
     Args:
-        extras: for each row, the fields of its prompt in the source besides the prompt itself (an empty mapping if
-            there are none).
+        extras: for each row, the fields beside the prompt in the source of prompts; an empty mapping if there are none.
         messages: messages of each row's chat prompt, empty for a plain prompt; None if all prompts are plain.
 
     Raises:
@@ -171,8 +170,8 @@ def scores_by_part(part: Part, answer: Sequence[float] | Scored) -> dict[str, Se
 
 
 def _numbers(whose: str, scores: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:
-    """Return the numbers as float32 [rows of the batch]. Raises RewardFailed if they are not one finite number per
-    row."""
+    """Return `scores` as float32 [rows of the batch]. Raises RewardFailed if `scores` is not one finite number per row.
+    `whose`: the reward or part, for the message."""
     try:
         with np.errstate(over="ignore"):
             numbers = np.asarray(scores, np.float32)

@@ -10,7 +10,7 @@ The manifest has the size and CRC-32 of every file, a digest of itself, and what
 Megatron writes its checkpoints with its own file calls, from many ranks into one local directory (on a node's disk, or
 on a filesystem that all nodes mount). With an object store, `finish` then uploads the checkpoint, and `fetch` downloads
 it to a directory that lacks it (`storage/copies.py`). A checkpoint then counts as complete when it is complete in the
-store, since only that survives the loss of a host.
+object store, because only the object store survives the loss of a host.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Checkpoints:
             _discard(path)
 
     def forget(self, role: str, version: int) -> None:
-        """Remove the local files of a checkpoint that is in the object store. Do nothing if the run has no object
-        store."""
+        """Remove the local files of a checkpoint that was uploaded. The object store keeps its copy. Do nothing if the
+        run has no object store."""
         if self._copies is not None:
             _discard(self.place(role, version))
 
@@ -164,7 +164,8 @@ class Checkpoints:
 
     def versions(self, role: str) -> list[int]:
         """Return the versions with a complete checkpoint, ascending. A checkpoint is complete if its manifest can be
-        read and every file has its size. With an object store, it must be complete there."""
+        read and every file has the size that the manifest states. With an object store, the copy there must be
+        complete."""
         if self._copies is not None:
             return sorted(version for version in self._uploaded(role) if self._fault_there(role, version) is None)
         candidates = reversed(self.newest_first(role, at_most=sys.maxsize))
@@ -191,10 +192,10 @@ class Checkpoints:
     def verify(
         self, role: str, version: int, share: tuple[int, int] = (0, 1), expected: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Read every byte and return the saved `meta`. With `share` (i, n) read only every n-th file from the i-th on,
-        so that n processes together read all files. `expected`: values that `meta` must have, by name. Raises
-        StoreError, naming the fault, if a file is missing or has changed, or if the checkpoint was saved as another
-        role, as another version or with another `meta` than expected."""
+        """Read every byte and return the saved `meta`. With `share` (i, n), read only every n-th file, beginning with
+        file i (counted from 0). So n processes together read all files. `expected`: name -> value that `meta` must
+        have. Raises StoreError, naming the fault, if a file is missing or has changed. Also raises it if the checkpoint
+        was saved for another role or version, or with other values than `expected`."""
         path = self.place(role, version)
         document = _read(path)
         if (document.get("role"), document.get("version")) != (role, version):
@@ -214,8 +215,9 @@ class Checkpoints:
 
     def prune(self, role: str, keep: int, damaged: Collection[int] = (), every: int | None = None) -> list[int]:
         """Remove old checkpoints. Return the removed versions that were complete and not in `damaged`. Keep the newest
-        `keep` complete checkpoints, not counting the versions in `damaged`, and every version that is a multiple of
-        `every`. Also remove directories that dead processes of this host began. Raises ValueError for keep < 1."""
+        `keep` complete checkpoints and everything newer than the oldest of these. Versions in `damaged` do not count as
+        complete. Also keep every version that is a multiple of `every`. Also remove directories that dead processes of
+        this host began. Raises ValueError for keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, given {keep}")
         complete = [version for version in self.versions(role) if version not in damaged]
@@ -260,7 +262,7 @@ def sum_file(file: Path, *, fsync: bool = False) -> FileSum:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Return True if the manifest can be read and all of its files have their sizes."""
+    """Return True if the manifest can be read and every file has the size that the manifest states."""
     try:
         return _faulty_size(path, _read(path)) is None
     except StoreError:

@@ -53,7 +53,7 @@ class Input:
     address: Address
     attempt: str
     content: str
-    """`Commit.content` of that input."""
+    """`Commit.content` of the commit that was read."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Commit:
     """Metrics for people. Nothing is computed from them."""
     state: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
-    """Digest of the weights that an update made or a publish published."""
+    """Digest of the weights that an update made or that `publish` published. None for other stages."""
 
     @property
     def content(self) -> str:

@@ -27,7 +27,7 @@ class PromptsConfig:
     """Number of tokens that are taken from the start of each text as the prompt; shorter texts are skipped. null: the
     whole text is the prompt."""
     max_tokens: int = setting(64, at_least(1))
-    """Longest prompt in tokens. A longer prompt is refused (`too_long: error`) or left out (`skip`)."""
+    """Maximum number of tokens of a prompt. A longer prompt is refused (`too_long: error`) or left out (`skip`)."""
     too_long: Literal["error", "skip"] = "error"
     """Treatment of a prompt that is longer than `max_tokens`."""
     held_out: int | None = setting(None, at_least(0))
@@ -81,7 +81,7 @@ def evaluation_prompts_problems(config: EvaluationPromptsConfig) -> Iterator[Pro
 
 
 BUCKETS = ("s3", "gs", "s3a", "gcs")
-"""Protocols of the object stores that can create an object only if it does not exist, in one step."""
+"""Protocols of the object stores that can do in one step: check that an object does not exist, and create it."""
 
 RETRY_S = 60.0
 """Seconds for which a store retries transient errors of the filesystem (a stale handle, a time-out), or waits for a
@@ -101,13 +101,13 @@ class Durability:
 
 @dataclass
 class KeepConfig:
-    """Output that a run keeps although no later node needs it; null: everything. Commit records, evaluations, attempts
-    and archived files always stay."""
+    """Output that a run keeps although no later node needs it. In each setting, null keeps everything. Commit records,
+    evaluations, attempts and archived files always stay."""
 
     rollouts: int | None = setting(None, at_least(1))
     """Number of last steps whose arrays stay. Arrays of earlier steps stay, too, while a recovery may need them."""
     exports: int | None = setting(None, at_least(1))
-    """Number of newest versions that stay in Hugging Face layout."""
+    """Number of newest exported versions (in Hugging Face layout) that stay."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class StorageConfig:
 
     url: str | None = setting(None, bucket_url(*BUCKETS))
     """Object store of this run's commits, arrays, checkpoints and exports: a URL with a prefix of its own, such as
-    `s3://bucket/runs/${name}`. null: they are in the run's directory."""
+    `s3://bucket/runs/${name}`. null: all of these are in the run's directory."""
     fsync: bool = True
     """Sync files to the disk before they are committed. Without syncs a killed process still loses nothing, but a power
     cut may leave files that differ from what was committed (detected when they are read)."""
@@ -142,7 +142,8 @@ class PreferencesConfig:
     url: str = "???"
     """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file."""
     held_out_url: str | None = None
-    """A separate file with the held-out rows; null: they are a share (`held_out`) of the rows of `url`."""
+    """A separate file with the held-out rows; null: a share (`held_out`) of the prompts or texts of `url` is held
+    out."""
     format: Literal["plain", "chat"] = "plain"
     """For pairs. plain: prompt and responses are texts. chat: the prompt is a list of {role, content} messages, and
     each response is a text or a list with one message of the assistant."""
@@ -174,9 +175,9 @@ class PreferencesConfig:
     """For ratings: maximum number of pairs that are drawn from the held-out texts. The same maximum applies to the
     validation texts."""
     max_tokens: int = setting(512, at_least(3, ": a prompt, a response and its end"))
-    """Longest row in tokens: prompt, response and end."""
+    """Maximum number of tokens of a row: prompt, response and end."""
     too_long: Literal["error", "skip"] = "error"
-    """Refuse a longer row (error), or leave its pair out (skip)."""
+    """Treatment of a row that is longer than `max_tokens`. error: the row is refused. skip: its pair is left out."""
 
 
 _OF_PAIRS = ("prompt", "chosen", "rejected")

@@ -5,8 +5,8 @@
     object store ──files, marker last──► local directory
 
 The marker is the directory's manifest, which has the size and CRC-32 of every file. `upload` compares the sizes that
-the object store lists with those of the local files. The caller of `download` can compare sizes and checksums with the
-manifest.
+the object store lists with the sizes of the local files. The caller of `download` can compare sizes and checksums with
+the manifest.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Copies:
         return files.read(self.root.below(key), self.marker)
 
     def fault(self, key: str, sizes: Mapping[str, int]) -> str | None:
-        """Return a text about the first file that the copy lacks, or has in another size; None if there is none.
-        `sizes`: name of a file -> its size in bytes."""
+        """Return a text about the first file that the copy lacks, or has in another size. Return None if there is no
+        such file. `sizes`: name of a file -> its size in bytes."""
         place = self.root.below(key)
         uploaded = files.sizes(place)
         for name, size in sizes.items():

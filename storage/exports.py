@@ -31,7 +31,7 @@ EXPORT_FORMAT = 1
 
 
 def write_sums(directory: Path) -> None:
-    """Write the record of all files below a directory. Call it after they are all written."""
+    """Write the record of all files below a directory. Call it when all these files are written."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
     sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in paths}
     document = {"format": EXPORT_FORMAT, "files": sums, "checksum": _checksum(sums)}
@@ -77,7 +77,8 @@ def _checksum(sums: object) -> str:
 # ---- the exports of a run --------------------------------------------------------------------------------
 
 _LEAVING = ".leaving-"
-"""Prefix of the name that an export's directory has while it is removed. It must no longer have a version's name."""
+"""Prefix of the name of an export's directory while the directory is removed. The directory then has no version's name,
+so it is not taken for an export."""
 
 
 class Exports:
@@ -97,8 +98,9 @@ class Exports:
         return self.root / f".v{version:06d}"
 
     def finish(self, version: int, staged: Path) -> Path:
-        """Rename the directory `staged`, which has its record, to its version's name, and return the new path. If there
-        is an object store, upload the export first. Raises StoreError if the upload fails."""
+        """Rename the directory `staged` to the name of its version, and return the new path. The directory must have
+        its record (`write_sums`). If there is an object store, upload the export first. Raises StoreError if the upload
+        fails."""
         if self._copies is not None:
             self._copies.upload(staged, self.place(version).name)
         return staged.rename(self.place(version))
@@ -120,7 +122,7 @@ class Exports:
 
     def fetch(self, version: int) -> Path | None:
         """Return the local directory of an export, or None if there is no such export. Downloads the export if it is
-        only in the object store. Does not check its files for damage. Raises StoreError."""
+        only in the object store. Does not check the files for damage. Raises StoreError if the download fails."""
         place = self.place(version)
         if place.is_dir():
             return place
@@ -135,7 +137,8 @@ class Exports:
         return place
 
     def forget(self, version: int) -> None:
-        """Remove the local files of an export that is in the object store. Does nothing if there is no object store."""
+        """Remove the local files of an export that was uploaded. The object store keeps its copy. Does nothing if there
+        is no object store."""
         if self._copies is not None:
             shutil.rmtree(self.place(version), ignore_errors=True)
 

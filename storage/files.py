@@ -64,7 +64,7 @@ class Root:
 
     @property
     def url(self) -> str:
-        """URL with which another library opens this directory."""
+        """URL, or local path, with which another library opens this directory."""
         return self.path if self.fs is None else str(self.fs.unstrip_protocol(self.path))
 
     def at(self, key: str) -> str:
@@ -75,8 +75,8 @@ class Root:
 
 
 def open_root(url: str, durability: Durability = DEFAULT) -> Root:
-    """Return the root at `url`: a path, `file://...`, or a URL of `EXCLUSIVE`. Creates nothing yet. Raises StoreRefused
-    if the URL has another protocol, or if the package of an object store is missing."""
+    """Return the root at `url`: a path, `file://...`, or a URL with a protocol of `EXCLUSIVE`. Creates nothing yet.
+    Raises StoreRefused if the URL has another protocol, or if the package of an object store is missing."""
     protocol = fsspec.core.split_protocol(url)[0] or "file"
     if protocol not in ("file", "local", *EXCLUSIVE):
         raise StoreRefused(
@@ -96,7 +96,7 @@ def open_root(url: str, durability: Durability = DEFAULT) -> Root:
 
 
 def read(root: Root, key: str) -> bytes | None:
-    """Return the whole content, or None if there is no such file."""
+    """Return the whole content of a file, or None if there is no such file."""
     path = root.at(key)
     try:
         if root.fs is None:
@@ -240,7 +240,7 @@ def remove_tree(root: Root, key: str) -> None:
 
 
 def remove_empty(root: Root, keys: Iterable[str]) -> None:
-    """Remove the directories that are empty. (Object stores have no directories.)"""
+    """Remove each of these directories that is empty. Does nothing in an object store, which has no directories."""
     for key in keys if root.fs is None else ():
         with suppress(OSError):
             os.rmdir(root.at(key))
@@ -259,7 +259,7 @@ def keys(root: Root) -> Iterator[str]:
 
 
 def sizes(root: Root) -> dict[str, int]:
-    """Return the size in bytes of every object below the root of an object store, by key."""
+    """Return key -> size in bytes, for every object below the root of an object store."""
     try:
         files = retried(lambda: root.fs.find(root.path, detail=True), root.path, root.durability.retry_s)
     except FileNotFoundError:
@@ -360,8 +360,8 @@ def _sync_together(descriptors: Sequence[int]) -> None:
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
-    """Run both at once and return the result of `other`. If one of them raises, its error is raised here after both
-    have ended."""
+    """Run `one` and `other` at the same time, and return the result of `other`. If one of them raises, its error is
+    raised here after both have ended."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(other)
         one()
@@ -377,7 +377,8 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
 def _temporary(root: Root, path: str, data: bytes, *, private: bool = False) -> str:
-    """Return a complete, synced file beside `path`, under a unique name."""
+    """Write a file with this content beside `path`, under a unique name, and return its path. With `Durability.fsync`
+    the file is synced."""
     directory, name = os.path.split(path)
     os.makedirs(directory, exist_ok=True)
     temporary = f"{directory}/.{name}.{uuid.uuid4().hex[:12]}"

@@ -21,8 +21,9 @@ _MODE = 0o700
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory that only this user can enter (mode 0700), and its missing parents. An existing directory that
-    others can enter gets this mode. So everything in it was written by this user, even if its name can be guessed.
+    """Make a directory that only this user can enter (mode 0700), and its missing parents. An existing directory of
+    this user that others can enter gets this mode. From then on only this user can write in it, even if others can
+    guess its name.
 
     Raises:
         StoreError: the path is a link or a file, or another user's directory.
@@ -48,7 +49,7 @@ def who_else_can_change(path: Path, *, all_below: bool) -> str | None:
     It names the file or directory that allows the change. Return None if no other account can.
 
     Checks the path and its parent directories, both as written and with links followed. With `all_below`, also checks
-    everything below the path. Paths that do not exist are skipped."""
+    everything below the path. Paths that do not exist, or that this process may not look at, are skipped."""
     places = [path.absolute(), path.resolve()]
     below = set(path.resolve().rglob("*")) if all_below else set()
     for one in sorted({*places, *(above for place in places for above in place.parents), *below}):

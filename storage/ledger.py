@@ -7,8 +7,9 @@ docs/architecture.md).
 The record of a recent step is a file `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON
 (`storage/commits.py`).
 
-The records of old steps are in segments, `SPAN` steps in a file. A run of 10,000 steps has 150,000 records. As single
-files they take minutes to list and read on a network filesystem, and every resume reads them.
+The records of old steps are in segments. A segment is one file with the records of `SPAN` steps. A run of 10,000 steps
+has 150,000 records. As single files they take minutes to list and read on a network filesystem, and every resume reads
+them.
 
     closed/steps_000016.segment     a line of JSON: the place of each record, and a checksum of these places
                                     the records as they were written, one after the other
@@ -60,7 +61,7 @@ class Ledger:
         self._root = files.open_root(url, durability)
         self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._commits: OrderedDict[Address, Commit] = OrderedDict()
-        """Commits in an object store that were read or written last."""
+        """A cache of the commits that were read or written last. Always empty for a ledger in a local directory."""
         self._of_stage: dict[tuple[int, str | None], tuple[Address, ...]] = {}
         self._reading = threading.Lock()
 
@@ -102,8 +103,8 @@ class Ledger:
         return self.find(address) or until_seen(look, self._root.durability.unseen_s)
 
     def get(self, address: Address) -> Commit:
-        """Return the commit at an address that must have one. Raises MissingOutput if there is no commit. Raises what
-        `find` raises."""
+        """Return the commit at an address that must have one. Waits as `await_seen` does. Raises MissingOutput if there
+        is no commit, and the errors that `find` raises."""
         commit = self.await_seen(address)
         if commit is None:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
@@ -220,7 +221,8 @@ class Ledger:
             return segment
 
     def _closed_addresses(self, first: int, stage: str | None) -> Iterable[Address]:
-        """Return the addresses in a segment: all, or the addresses of one stage, which are cached."""
+        """Return the addresses of one stage in a segment, which are cached. With `stage` None, return all addresses in
+        it."""
         if (first, stage) not in self._of_stage:
             segment = self._segment(first)
             places = segment.places.keys() if segment is not None else ()
@@ -239,7 +241,7 @@ class Ledger:
         files.remove_empty(self._root, {os.path.dirname(key) for key in keys})
 
     def unknown_files(self) -> Keys:
-        """Return the keys of files in the ledger's directory that are not records."""
+        """Return the keys of files in the ledger's directory that are neither records nor segments."""
         return [key for key in files.keys(self._root) if not _KEY.fullmatch(key) and segment_of(key) is None]
 
     def set_aside(self, address: Address, url: str) -> str:
@@ -266,8 +268,8 @@ class Ledger:
         return files.remove_temporaries(self._root)
 
     def remove_closed_records(self) -> None:
-        """Remove the files of records whose step is in a segment: those of a driver that died while it closed steps,
-        and those of late attempts whose process died before it withdrew them."""
+        """Remove the files of records that are also in a segment. Such files are left by a driver that died while it
+        closed steps, or by a late attempt whose process died before it removed its record."""
         self._remove_closed(self.open_addresses())
 
 
@@ -360,8 +362,8 @@ KEEP = "storage.keep.rollouts"
 
 
 def read_dropped(run: files.Root) -> int:
-    """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError if the file that
-    says so (`dropped.json`) is damaged or of another format."""
+    """Return the first step whose arrays were not deleted; 0 if nothing was deleted. Raises StoreError if
+    `dropped.json`, which records this step, is damaged or of another format."""
     data = files.read(run, DROPPED)
     if data is None:
         return 0

@@ -82,7 +82,7 @@ def take_lock(
 
 
 def is_named(file: IO[str], path: Path) -> bool:
-    """Return True if `path` still names this open file. A former holder may have removed it."""
+    """Return True if `path` still names this open file. It does not if a former holder has removed the file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
@@ -123,14 +123,14 @@ _WATCH_S = 0.5
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a file."""
+    """The process that holds a file (see `held`)."""
 
     process: int
     host: str
     boot: str
     """Identity of the host's running kernel. Containers of one host share it, and see each other's locks."""
     since: float
-    """Seconds since the epoch, by its host's clock."""
+    """Time at which the process took the file, in seconds since the epoch, by the clock of the process's host."""
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"

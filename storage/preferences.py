@@ -18,8 +18,8 @@ _SPLIT = 1
 
 
 class PreferencesError(ValueError):
-    """An error for judgements that cannot be used. `key` is the setting's path; the message names file, line and
-    field."""
+    """An error for judgements that cannot be used. `key` is the path of the setting at fault. The message names file,
+    line and field."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -73,8 +73,8 @@ class Split:
 
 def load_split(config: PreferencesConfig, seed: int) -> Split:
     """Return all judgements of a source, split at random by prompt, or by rated text. The split depends on `seed`. With
-    `data.held_out_url` the held-out set is that file, and only the other two sets are split. Raises
-    PreferencesError."""
+    `data.held_out_url`, the held-out set is all judgements of that file, and the judgements of `data.url` are split
+    into the other two sets. Raises PreferencesError."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
     held_out: list[Judgement] | None = None

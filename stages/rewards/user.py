@@ -26,8 +26,8 @@ class UserReward(Reward):
     """A user's own reward. Owns the sandbox in which the function runs."""
 
     def __init__(self, kind: str, args: dict[str, Any], timeout_s: float, confinement: Confinement = _ANYTHING) -> None:
-        """Start the process and wait until it has imported the function. Sets `refusal` if the function cannot be
-        used."""
+        """Start the process and wait until it has imported the function. Sets `refusal` if the function cannot be used.
+        `timeout_s`: time limit of a batch, in seconds."""
         self._kind, self._args, self._timeout_s = kind, args, timeout_s
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = None
@@ -43,7 +43,8 @@ class UserReward(Reward):
             self._refuse(error)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float] | Scored:
-        """Return the function's scores. Raises RewardFailed, which names the rows."""
+        """Return the function's scores. If the function raises, exceeds the time limit, or ends its process twice,
+        raises RewardFailed, which names the rows."""
         request = {"samples": [vars(sample) for sample in samples]}
         with self._lock:
             answer = self._answer(request, samples)
@@ -64,7 +65,8 @@ class UserReward(Reward):
             self._sandbox.close()
 
     def _answer(self, request: Mapping[str, Any], samples: Sequence[Sample]) -> Mapping[str, Any]:
-        """Return the process's answer. If the process ended, start it once more and ask again."""
+        """Return the process's answer. If the process ended, start it once more and ask again. Raises RewardFailed if
+        there is no answer within the time limit, if the process ends again, or if it cannot be started again."""
         assert self._sandbox is not None
         before = ""
         while True:

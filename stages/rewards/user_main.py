@@ -90,7 +90,8 @@ def _own_names(module: ModuleType) -> str:
 
 
 def _function_attributes(function: Function) -> dict[str, Any]:
-    """Return the function's attributes `deterministic` and `batch_tokens`. Raises _Refused."""
+    """Return the function's attributes `deterministic` and `batch_tokens`. Raises _Refused for an invalid
+    `batch_tokens`."""
     owner = function.func if isinstance(function, partial) else function
     budget = getattr(owner, "batch_tokens", None)
     if budget is not None and not (isinstance(budget, int) and budget >= 1):
@@ -99,7 +100,8 @@ def _function_attributes(function: Function) -> dict[str, Any]:
 
 
 def _check_arguments(kind: str, target: Function, arguments: Mapping[str, Any]) -> None:
-    """Raise _Refused for unknown or missing arguments."""
+    """Raise _Refused if an argument is unknown or missing, or if the parameters of `target` cannot be inspected. Also
+    raise it for a function without a parameter for the samples."""
     try:
         parameters = [*inspect.signature(target).parameters.values()]
     except ValueError as error:
@@ -123,8 +125,8 @@ def _check_arguments(kind: str, target: Function, arguments: Mapping[str, Any]) 
 
 
 def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the function's result as JSON, or its exception. If a batch raises, its samples are tried one by one, for
-    up to `_SEARCH_S`, to find the row."""
+    """Return the function's result as JSON, or the exception that the function raised. If a batch raises, its samples
+    are tried one by one, for up to `_SEARCH_S`, to find the row."""
     try:
         return _numbers(function(samples))
     except Exception as error:

@@ -12,9 +12,9 @@ _MAX_BYTES = 1 << 30
 
 
 class SandboxChannel:
-    """One end of a pair of sockets. `send` and `receive` raise TimeoutError after `limit_s`, and OSError or EOFError if
-    the other end is closed. Confined code can write any bytes to its end. So `receive` raises ValueError if the bytes
-    are not a message, or if a message has more than `max_bytes`."""
+    """One end of a pair of sockets. `send` and `receive` raise TimeoutError after `limit_s` seconds (None: never), and
+    OSError or EOFError if the other end is closed. Confined code can write any bytes to its end. So `receive` raises
+    ValueError if the bytes are not a message, or if a message has more than `max_bytes`."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end

@@ -39,7 +39,8 @@ from stages.rewards.sandbox.channel import SandboxChannel
 from storage.host import end_with_parent
 
 MAX_PROCESSES = 4096
-"""Maximum number of processes and threads of a user's own reward. Sampled text may not start any."""
+"""Maximum number of processes and threads in a sandbox with namespaces. Without namespaces there is no limit. Code that
+evaluates sampled text may not start processes."""
 _LARGEST_FILE_BYTES = 1 << 34
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
@@ -188,8 +189,8 @@ def _clear(scratch: str) -> None:
 
 
 def _act_as_init(channel: SandboxChannel) -> None:
-    """Fork, and return in the child only. The parent is the first process of its namespace: it reaps orphans, and ends
-    when the child ends."""
+    """Mount the namespace's own /proc, limit the number of processes in the namespace, then fork. Return in the child
+    only. The parent is the first process of its namespace: it reaps orphans, and ends when the child ends."""
     with suppress(OSError):  # a container that hides parts of /proc cannot mount another
         kernel.mount_processes()
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= _LIMITED_PER_NAMESPACE:

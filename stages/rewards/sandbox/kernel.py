@@ -22,7 +22,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a folder
 _OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a rule about a file may name
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Version of Landlock -> number of its rights about files. They are the lowest bits of a mask. Version 3 added
+"""Version of Landlock -> number of its rights about files. These rights are the lowest bits of a mask. Version 3 added
 truncation, version 5 ioctl on devices."""
 _BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
 
@@ -119,7 +119,8 @@ def can_filter_calls() -> bool:
 def restrict_files(reads: Iterable[str], writes: Iterable[str], *, network: bool) -> None:
     """Forbid access to all files, except reads beneath `reads` and any access beneath `writes`. Landlock 4 and later
     also forbid TCP, unless `network`. Landlock 6 and later also forbid signals to processes outside the sandbox, and
-    connections to their abstract sockets. Paths that do not exist, or that this process may not open, are left out."""
+    connections to the abstract sockets of these processes. Paths that do not exist, or that this process may not open,
+    are left out."""
     version = landlock_version()
     handled = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
     fields = [handled]
@@ -171,7 +172,7 @@ def mount_memory(folder: str, *, readonly: bool = False) -> None:
 
 
 def mount_processes() -> None:
-    """Show only the processes of this namespace under /proc. Call this in its process 1."""
+    """Show only the processes of this namespace under /proc. Call this in process 1 of the namespace."""
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
@@ -186,7 +187,8 @@ def adopt_orphans() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for programs that are started later too."""
+    """Give up every capability, for programs that are started later too. On machines that are not in `_MACHINES`, only
+    keep later programs from gaining new privileges."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if platform.machine() in _MACHINES:
         header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
@@ -195,9 +197,10 @@ def drop_capabilities() -> None:
 
 def filter_calls(*, network: bool, answers: bool) -> None:
     """Refuse system calls with EPERM (`clone3` with ENOSYS). Calls that bypass other limits are always refused. Sockets
-    other than Unix ones are refused unless `network`. With `answers` (for sampled text), these are refused too: new
-    processes, signals to other processes, changes of the limits and processors of other processes, and all sockets.
-    Without `answers`, new processes may not have user namespaces of their own."""
+    other than Unix ones are refused unless `network`. With `answers` (for sampled text), these are refused too: the
+    calls in `_NOT_FOR_ANSWERS` (all sockets among them), new processes, signals to other processes, and changes of the
+    limits and processors of other processes. Without `answers`, new processes may not have user namespaces of their
+    own."""
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)

@@ -22,8 +22,8 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Seconds for a process to start and import its code, which may load a model. For a user's own reward, the time is the
-`timeout_s` of its part if this is longer."""
+"""Time limit in seconds for the start of a process, and another such limit for the import of its code, which may load a
+model. The import of a user's own reward may take `timeout_s` of its part if this is longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
@@ -31,10 +31,10 @@ PROTECTIONS = ("files", "network", "processes")
 signals)."""
 _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
-"""Seconds to wait for the end of a process whose channel broke."""
+"""Maximum number of seconds to wait for the end of a process after its channel broke or after it was killed."""
 _TIDY_S = 10.0
-"""Seconds before the keeper is killed. The keeper (inside.py) is the parent of all processes of a sandbox, and kills
-them within this time."""
+"""Seconds from the signal that ends the keeper (inside.py) until the keeper itself is killed. In between, the keeper
+kills all processes of its sandbox."""
 _PASSED_ON = frozenset(
     (
         "CONDA_PREFIX", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE",
@@ -154,7 +154,7 @@ class _Child:
         self._started.wait()
 
     def describe_end(self) -> str:
-        """Return how the process ended, as text."""
+        """Return a text that says how the process ended, or that it does not answer."""
         self._thread.join(_NOTICE_S)
         code = None if self.process is None else self.process.poll()
         if code is None:
@@ -191,8 +191,8 @@ class _Child:
 
 
 def _environment(confinement: Confinement) -> dict[str, str]:
-    """Return the environment of a sandbox: settings of Python and of libraries, and the variables that its confinement
-    names."""
+    """Return the environment of a sandbox: the variables that every sandbox gets, the variables that `confinement`
+    names, and settings of Python and of libraries."""
     names = {n for n in os.environ if n in _PASSED_ON or n.startswith(_PASSED_ON_BEGINNINGS)}
     environment = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)

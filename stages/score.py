@@ -129,7 +129,7 @@ def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
     """Return the numbers of a part (name -> float32 [rows]), and the names of the numbers that are only measured and
     not added to the score. The reward gives the names. A plain list of scores has the name "". An ensemble's
-    disagreement is among the numbers."""
+    disagreement is among the numbers, under the name "disagreement"."""
     numbers_of: dict[str, np.ndarray] = {}
     measured: set[str] = set()
     for rows in _batches(part, samples):

@@ -56,8 +56,8 @@ def digest(document: Mapping[str, Any]) -> str:
 
 
 def document(data: str | bytes, form: int, where: str) -> dict[str, Any]:
-    """Return a JSON object without its field `format`. Raises StoreError, naming `where`, if `data` is no JSON object
-    or has another format than `form`."""
+    """Return the JSON object in `data`, without its field `format`. Raises StoreError, naming `where`, if `data` is no
+    JSON object or has another format than `form`."""
     try:
         content = json.loads(data)
     except ValueError as error:  # not UTF-8, or not JSON
@@ -85,7 +85,8 @@ def _validator(kind: Any, complete: bool) -> Any:
 
 
 def _without_defaults(schema: Any) -> Any:
-    """Return a core schema of pydantic in which every field is required."""
+    """Return a copy of `schema`, a core schema of pydantic, in which every field is required, even if it has a
+    default."""
     if isinstance(schema, list):
         return [_without_defaults(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,5 +1,5 @@
-"""The commit record of one output, and its JSON form. It states what the output is, what it was made from, and who made
-it when.
+"""The commit record of one output, and its JSON form. The record states what the output is, from what it was made, and
+who made it when.
 
 JSON has no NaN or infinity. A metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity" and
 read back as that float. `state` must be finite, because the next step computes with it.
@@ -165,7 +165,7 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
 
 
 def _fault(data: bytes, where: str) -> StoreError:
-    """Return the error of a record that is damaged or of another format."""
+    """Return the error to raise for a record: StoreError if it is of another format, or else DamagedCommit."""
     try:
         document = json.loads(data)
     except ValueError as error:
@@ -193,5 +193,5 @@ def _write_float(value: float) -> float | str:
 
 
 def checksum(data: bytes) -> str:
-    """Return 32 hexadecimal digits of the SHA-256. They detect damage, not forgery."""
+    """Return the first 32 hexadecimal digits of the SHA-256 of `data`. They detect damage, not forgery."""
     return hashlib.sha256(data).hexdigest()[:32]

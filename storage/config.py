@@ -60,8 +60,8 @@ class EvaluationPromptsConfig:
     """Maximum number of prompts, from the start of the source; null: all."""
 
     def source(self, training: PromptsConfig) -> PromptsConfig | None:
-        """Return the settings by which this source is read, or None without a URL. `training`: the section `prompts`,
-        whose values replace nulls."""
+        """Return the settings by which this source is read, or None if `url` is null. `training`: the section
+        `prompts`, whose values replace nulls."""
         if self.url is None:
             return None
         return replace(
@@ -123,8 +123,8 @@ class StorageConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
 
     def durability(self, *, unseen: bool = False) -> Durability:
-        """Return the store's settings. `unseen`: True for a process that reads only outputs that are known to be
-        committed; it waits for their commits."""
+        """Return the settings by which a store writes and reads. `unseen`: True for a process that reads only outputs
+        that are known to be committed. The store then waits for their commits."""
         return Durability(self.fsync, unseen_s=RETRY_S if unseen else 0.0)
 
 

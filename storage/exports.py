@@ -4,8 +4,9 @@
 
 A directory without this record is another program's model, or the export of an earlier Stageline. It cannot be checked.
 
-The exported versions of a run are directories like `v000012`. With an object store an export is uploaded before it gets
-such a name (`storage/copies.py`). So a directory with such a name is complete, and so is its copy in the object store.
+The exported versions of a run are directories like `v000012`. With an object store, an export is uploaded before its
+directory gets the name of a version (`storage/copies.py`). So a directory with the name of a version is complete, and
+its copy in the object store is complete too.
 
     <root>/.v000012/   being written, or left by a process that died
     <root>/v000012/    complete

@@ -115,9 +115,9 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Let Linux kill this process when the thread that started it ends, even if this process is stopped or stuck in a
-    native call. Other systems have no such call; there the process ends when its connection breaks. `parent`: id of the
-    expected parent; if it has ended already, this process ends at once. `by`: the signal to send, for a process that
-    must clean up first."""
+    native call. On systems other than Linux this does nothing, and the process ends when its connection breaks.
+    `parent`: id of the expected parent; if it has ended already, this process ends at once. `by`: the signal to send,
+    for a process that must clean up first."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:

@@ -82,15 +82,15 @@ def take_lock(
 
 
 def is_named(file: IO[str], path: Path) -> bool:
-    """Return True if `path` still names this open file. It does not if a former holder has removed the file."""
+    """Return True if `path` still names this open file. Return False if a former holder has removed the file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False
 
 
 def lock_holder(path: Path) -> str | None:
-    """Return a text with the id and command of the process that has locked a file. Return None if there is none, or if
-    the system does not list it."""
+    """Return a text with the id and command of the process that has locked a file. Return None if no process has locked
+    the file, or if the system does not list that process."""
     with suppress(OSError):
         inode = path.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -167,7 +167,8 @@ def held(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> str | None:
-    """Return a text that names the current holder of the file, or None if there is none. Changes nothing."""
+    """Return a text that names the current holder of the file, or None if no process holds the file. Changes
+    nothing."""
     try:
         with path.open() as lock:
             last = _last_holder(lock)

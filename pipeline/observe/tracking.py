@@ -9,7 +9,7 @@ The spool is a queue on disk, so the driver does not wait for MLflow while it lo
 is killed, no item is lost, and no item appears twice in MLflow.
 
 The writer is a process and not a thread because of Python's global interpreter lock. While a writer thread imported
-mlflow and logged, it held the lock for up to 146 ms at a time and used 3.1 s of the driver's CPU time in 7 s. With a
+mlflow and logged, it held the lock for up to 146 ms at a time. It used 3.1 s of the driver's CPU time in 7 s. With a
 writer process, the lock is held for up to 3 ms at a time, and 0.09 s of the driver's CPU time are used.
 """
 

@@ -72,7 +72,7 @@ class Measurement:
 def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> Calibration:
     """Return the calibration of a machine from runs on it. `hardware`: a name of `conf/hardware`, or the path of a
     file; it describes the same hardware as `cluster`. Raises ConfigError if a run has fewer than `FEWEST_STEPS`
-    finished steps, if it did not run on `hardware`, or if it did not run on the same hardware as the first run."""
+    finished steps. Also raises it if a run was on other hardware than `hardware` or than the first run."""
     _check(runs, cluster, hardware)
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
@@ -140,8 +140,8 @@ def _error(speeds: Mapping[str, Any]) -> float:
 
 
 def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:
-    """Raise ConfigError if a run has fewer than `FEWEST_STEPS` finished steps, if it did not run on `hardware`, or if
-    it did not run on the same hardware as the first run of `runs`."""
+    """Raise ConfigError if a run has fewer than `FEWEST_STEPS` finished steps. Also raise it if a run was on other
+    hardware than `hardware` or than the first run of `runs`."""
     for one in runs:
         if one.steps < FEWEST_STEPS:
             need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more"

@@ -6,15 +6,16 @@ nodes have T threads on C cores, each node therefore advances at the rate
 
     r = min(1, C / T)
 
-(egalitarian processor sharing, Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all nodes,
-so one clock, the clock of work, shows the progress of all nodes: it advances by r seconds in a second. A node that
-takes s seconds alone ends when this clock has advanced by s.
+This is egalitarian processor sharing (Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all
+nodes, so one clock, the clock of work, shows the progress of all nodes: it advances by r seconds in a second. A node
+that takes s seconds alone ends when this clock has advanced by s.
 
-Threads that wait for each other use no core. If a node's t threads divide the share f of its work, the node is
+Threads that wait for each other use no core. If t threads of a node divide the share f of its work, the speedup over
+one thread is
 
     speedup(t) = 1 / (1 - f + f / t)        (Amdahl 1967)
 
-times as fast as with one thread, and counts as speedup(t) threads. f is calibrated (`Calibration.thread_share`).
+The node then counts as speedup(t) threads in T. f is calibrated (`Calibration.thread_share`).
 
 Pure.
 """

@@ -80,11 +80,11 @@ class DecodeSpeed:
     """Number of tensor-parallel ranks, which take part in an all-reduce."""
     link: Link = field(default_factory=lambda: Link(0.0, float("inf")))
     row_bytes: float = 0.0
-    """Bytes of one fed token in an all-reduce or a send."""
+    """Number of bytes that an all-reduce or a send carries for each fed token."""
     sends: int = 0
     """Number of sends from stage to stage in a pass."""
     groups: int = 1
-    """Number of groups of rows, which take their passes in turn."""
+    """Number of groups that the rows are divided into. The groups take their passes in turn."""
     tokens_per_pass: float = 1.0
     """Number of tokens that a row gains in a pass."""
     drafts_per_pass: float = 0.0
@@ -106,7 +106,8 @@ class DecodeSpeed:
         return self.fed_per_pass * (rows * self.token_s + context * self.attention_s)
 
     def prefill_s(self, prompt: float) -> float:
-        """Return the seconds to compute the keys and values of a prompt, and the token after it."""
+        """Return the seconds to compute the keys and values of a prompt of `prompt` tokens, and the token after the
+        prompt."""
         return prompt * (self.token_s - self.output_s + prompt / 2 * self.attention_s) + self.output_s
 
     def links_s(self, rows: float) -> float:
@@ -123,9 +124,9 @@ class Decoded:
 
     weights: float = 0.0
     context: float = 0.0
-    """Seconds to read the keys and values."""
+    """Seconds to read the keys and values. Like `weights`, it counts only passes that memory bandwidth limits."""
     arithmetic: float = 0.0
-    """Seconds of the passes that arithmetic limits."""
+    """Seconds of arithmetic. It counts only passes that arithmetic limits."""
     prefill: float = 0.0
     links: float = 0.0
     calls: float = 0.0
@@ -155,7 +156,7 @@ def decode_speed(
     drafts_per_pass: float = 0.0,
     row_calls: float = 0.0,
 ) -> DecodeSpeed:
-    """Return the seconds that the passes of a replica take at the hardware's peaks.
+    """Return the costs of the passes of a replica, in seconds at the hardware's peaks.
 
     Args:
         flops: peak rate of one rank, in FLOP/s.
@@ -165,7 +166,7 @@ def decode_speed(
         groups: number of groups of rows that are in the pipeline's stages at once.
         kv_bytes: memory of all ranks together for keys and values. Each rank has an equal part.
         link: the link between the ranks.
-        tokens_per_pass, drafts_per_pass, row_calls: see `DecodeSpeed`.
+        max_rows, tokens_per_pass, drafts_per_pass, row_calls: see `DecodeSpeed`.
     """
     blocks, output = spec.num_layers * matrix_numbers(spec), spec.vocab_size * spec.hidden_size
     rounds = max(pipeline, groups)  # a group's next token comes after this many stage times
@@ -201,14 +202,14 @@ class PassRates:
     """Share of the hardware's peaks that passes reach."""
     link_efficiency: float = 1.0
     call_s: float = 0.0
-    """Additional seconds of each pass."""
+    """Additional seconds of each call. A pass is one call, and its rows add calls (`DecodeSpeed.row_calls`)."""
 
 
 class RowQueue(Generic[Shard]):
     """The rows of one replica, in flight and waiting. All times are in seconds, and time only moves forward.
 
-    The rows of all shards form one queue. They are admitted in the order of their shards. A shard ends with its last
-    row.
+    The rows of all shards form one queue, and are admitted in the order in which their shards were added. A shard ends
+    when its last row ends.
     """
 
     def __init__(self, speed: DecodeSpeed, prompt: float, rates: PassRates | None = None) -> None:
@@ -218,7 +219,7 @@ class RowQueue(Generic[Shard]):
         """`_now`: the time. `_before`: remaining seconds of prefills and weight loading before the next pass."""
         self._clock = self._context = self._reserved = 0.0
         """`_clock`: number of passes so far. `_context`: number of tokens of all rows in flight now. `_reserved`:
-        number of tokens that these rows will have when they end."""
+        number of tokens that all rows in flight will have when they end."""
         self._waiting: deque[tuple[int, Shard]] = deque()
         self._flight: list[tuple[float, int, int, Shard]] = []
         """A heap with a tuple for each row in flight: the pass at which the row ends, its place in the order of
@@ -227,7 +228,7 @@ class RowQueue(Generic[Shard]):
         self._left: dict[Shard, int] = {}
         """Shard -> number of its rows that have not ended."""
         self._total: _Parts = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        """Work so far."""
+        """Work of the engine so far."""
         self._begun: dict[Shard, _Parts] = {}
         """Shard -> value of `_total` when the shard was added."""
         self._links_s: dict[int, float] = {}
@@ -242,13 +243,13 @@ class RowQueue(Generic[Shard]):
         self._waiting.extend((length, shard) for length in lengths)
 
     def pause(self, seconds: float, now: float) -> None:
-        """Stop all passes for `seconds`, to load new weights."""
+        """Stop all passes for `seconds` after the time `now`, because the engine loads new weights."""
         self._advance(now)
         self._before += seconds
 
     def drop(self, shard: Shard, now: float) -> Decoded:
-        """Remove a shard that has not ended. Return the engine's work from the time when the shard was added to its
-        predicted end, as if the shard had stayed."""
+        """Remove a shard that has not ended. Return the engine's work from the time at which the shard was added to the
+        time at which it would have ended if it had stayed."""
         self._advance(now)
         ahead = self._copy()
         while shard in ahead._left:
@@ -266,8 +267,8 @@ class RowQueue(Generic[Shard]):
         return next(work for of, work in ahead._ended if of == shard)
 
     def next_end(self) -> float | None:
-        """Return the time at which the next shard ends if no shard is added before. Return None if the queue is
-        empty."""
+        """Return the time at which the next shard ends if no other shard is added before that time. Return None if the
+        queue is empty."""
         if self._ended:
             return self._now
         if not self._left:
@@ -321,7 +322,7 @@ class RowQueue(Generic[Shard]):
                 return
 
     def _admit(self) -> None:
-        """Let waiting rows join the batch while there is room."""
+        """Let waiting rows join the batch while `max_rows` and `max_context` allow it. An empty batch takes any row."""
         speed, joined = self._speed, 0
         while self._waiting and len(self._flight) < speed.max_rows:
             length, shard = self._waiting[0]
@@ -389,8 +390,8 @@ class RowQueue(Generic[Shard]):
 
 
 def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
-    """Return a lower bound of the work of decoding these responses. It assumes that every pass has `max_rows` rows, so
-    it holds for any order of the rows, and for any rows of other steps in the batch.
+    """Return a lower bound of the work of decoding these responses. The bound assumes that every pass has `max_rows`
+    rows. So it holds for any order of the rows, and for any rows of other steps in the batch.
 
     A pass takes the seconds of its memory reads or the seconds of its arithmetic, whichever is larger. So all passes
     together take at least the larger of the two sums."""

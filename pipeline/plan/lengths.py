@@ -2,7 +2,7 @@
 past run. Pure: a length is a function of the seed, the step, the shard and the row.
 
 The shape of the distribution matters as much as its mean. A batch decodes until its longest row ends, so a long tail
-keeps an engine busy with few rows. A pass with few rows costs nearly as much as one with many (`decode`).
+keeps an engine busy with few rows. A pass with few rows costs nearly as much as a pass with many rows (`decode`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from pipeline.errors import ConfigError
 
 LENGTHS = "--lengths"
-"""The option that names a distribution. Each ConfigError about its value names it as the setting at fault."""
+"""The option that names a distribution. Each ConfigError about a value of this option names the option as the setting
+at fault."""
 _FORM = "fixed:TOKENS, or lognormal:MEAN,SIGMA as in lognormal:340,0.8"
 
 
@@ -135,8 +136,9 @@ def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> 
 
 
 def parse_lengths(text: str, most: int, seed: int = 0) -> Lengths:
-    """Return the distribution that a text like `fixed:256` or `lognormal:340,0.8` names. `most`: the longest response
-    (`sampling.max_new_tokens`). Raises ConfigError if the text has another form or a number is out of range."""
+    """Return the distribution that a text like `fixed:256` or `lognormal:340,0.8` names. `most`: maximum number of
+    tokens of a response (`sampling.max_new_tokens`). Raises ConfigError if the text has another form or a number is out
+    of range."""
     kind, _, rest = text.partition(":")
     try:
         numbers = [float(number) for number in rest.split(",")]

@@ -40,8 +40,8 @@ class Link:
 
 
 def link_of(cluster: HardwareCluster, ranks: int, stride: int = 1) -> Link:
-    """Return the link of a group of `ranks` workers whose indices are `stride` apart. Workers fill the nodes in
-    order."""
+    """Return the slowest link between `ranks` workers whose indices are `stride` apart. Workers are placed in the order
+    of their indices, and fill one node after the other."""
     hardware, extent = cluster.hardware, (ranks - 1) * stride + 1
     if not hardware.gpus_per_node:
         return Link(hardware.link_latency_s, hardware.links * hardware.link_bytes_per_s)
@@ -64,7 +64,7 @@ def larger(one: Numbers, other: Numbers) -> Numbers:
 
 
 def all_reduce_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
-    """Return the seconds of an all-reduce of an array with `num_bytes`; 0 for one rank."""
+    """Return the seconds of an all-reduce of an array of `num_bytes` bytes; 0 for one rank."""
     if ranks <= 1:
         return 0.0
     ring = 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * num_bytes / link.bytes_per_s
@@ -73,12 +73,12 @@ def all_reduce_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
 
 
 def gather_s(link: Link, ranks: int, num_bytes: Numbers) -> Numbers:
-    """Return the seconds of an all-gather or a reduce-scatter of an array with `num_bytes`; 0 for one rank."""
+    """Return the seconds of an all-gather or a reduce-scatter of an array of `num_bytes` bytes; 0 for one rank."""
     if ranks <= 1:
         return 0.0
     return link.launch_s + (ranks - 1) * (link.latency_s + num_bytes / ranks / link.bytes_per_s)
 
 
 def send_s(link: Link, num_bytes: Numbers) -> Numbers:
-    """Return the seconds in which one rank sends `num_bytes` to the next."""
+    """Return the seconds in which one rank sends `num_bytes` bytes to the next rank."""
     return link.launch_s + link.latency_s + num_bytes / link.bytes_per_s

@@ -78,7 +78,8 @@ class ObservedRun:
     prompt_tokens: float
     """Mean number of tokens of a prompt."""
     drafted: DraftedPasses | None
-    """Tokens that rows gained in a pass, and tokens drafted for them. None if the run had no speculation."""
+    """Mean numbers of tokens that a row gained, and that were drafted for it, in a pass. None if the run had no
+    speculation."""
     gpu: str
     """Name and compute capability of the run's GPUs; empty on CPUs."""
     processor: str
@@ -91,7 +92,7 @@ class ObservedRun:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of all responses of the run's steps."""
+        """Lengths of the responses in `nodes`, without the responses of evaluations."""
         return [length for one in self.nodes if one.node.stage == "generate" for length in one.lengths]
 
 
@@ -104,7 +105,7 @@ def observe(
     cores: int | None = None,
 ) -> ObservedRun:
     """Return the nodes that a run executed, from its history and its journal's events. `cores`: number of cores that
-    all its workers shared. None: each worker had enough cores. Raises StoreError if rows cannot be read."""
+    all workers of the run shared. None: each worker had enough cores. Raises StoreError if rows cannot be read."""
     log = list(events)
     boxes, driver_s = [box for box in read_boxes(log) if box.rank == 0], _driver_s(log)
     last = {box.address: box for box in boxes}  # of several attempts the last one was committed
@@ -165,7 +166,8 @@ def _driver_s(log: Sequence[Event]) -> float:
 
 
 def _warm(boxes: Sequence[Box], last: Mapping[Address, Box], nodes: Mapping[Address, Node]) -> list[Box]:
-    """Return the boxes to measure: the last box of each node, without the first box of each stage on a worker."""
+    """Return the boxes to measure: the last box of each node, without the first box of each stage on a worker. A box is
+    one execution of a node on a worker."""
     seen: set[tuple[str, str]] = set()
     kept = []
     for box in boxes:
@@ -190,8 +192,8 @@ def _beside(boxes: Sequence[Box]) -> set[Address]:
 
 
 def _rows(history: History, nodes: Iterable[Node]) -> tuple[dict[Address, list[int]], float]:
-    """Return the response lengths of each generated or evaluated shard whose rows are stored, and the mean length of
-    all their prompts."""
+    """Return two things: the response lengths of each shard in `nodes` that was generated or evaluated and whose rows
+    are still stored; and the mean length of the prompts of these shards."""
     lengths, prompts, dropped = dict[Address, list[int]](), list[int](), history.store.dropped_before()
     for node in nodes:
         if node.stage == "evaluate" or (node.stage == "generate" and node.address.step >= dropped):

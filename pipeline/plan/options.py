@@ -28,7 +28,8 @@ from stages.models.layouts import layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
 
 _SAMPLED = 4
-"""Number of shards from which bounds are estimated if there are too many to compute all."""
+"""Number of shards from which the bounds of a step are estimated if a step has too many shards to compute all of
+them."""
 _FILLED = 0.95
 """Largest share of a GPU's free memory that an engine's cache gets."""
 _RECOMPUTES = (
@@ -83,8 +84,8 @@ class Options:
         return self._known[key]
 
     def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
-        """Return the options of the generating pool with this number of devices. The same options are left out as in
-        `trainer`."""
+        """Return the options of the generating pool with this number of devices. Options are left out for the same
+        reasons as in `trainer`."""
         key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
         if key not in self._known:
             engines = [*self._engines(form, shards, devices)]

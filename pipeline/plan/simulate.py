@@ -17,10 +17,10 @@ rules of the workers:
   later.
 - The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
   has ended.
-- Before a shard of another version, the replica loads that version, which takes `Costs.refit_s`. It first waits until
-  its current shards have ended, unless the engine updates in flight.
-- A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
-- Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
+- Before a shard of another version, the replica loads that version, which takes `Costs.refit_s`. The replica first
+waits until its current shards have ended, unless the engine updates in flight. - A hand-over of shared devices takes
+the sum of both gangs' `hand_over_s`. - Workers that share the cores of a host (`Scenario.cores`) run slower while they
+have more threads than there are
   cores (`cores.SharedClock`). The driver shares these cores too: it works `driver_s` seconds after each commit.
 - A worker that fails loses its nodes. It is back after `rebuild_s`. A trainer additionally repeats its updates since
   the last checkpoint.
@@ -159,11 +159,11 @@ class Execution:
     submitted_s: float
     lengths: Sequence[int]
     cause: Execution | None
-    """The execution whose end let this one start. None for the first executions."""
+    """The execution whose end let this attempt start. None for the first executions."""
     gap: Gap
     """The reason why this attempt did not start at the end of `cause`."""
     parents_left: int = 0
-    """Number of unfinished parents, if the node was submitted before they ended."""
+    """Number of parents whose end this attempt still waits for."""
     is_ready: bool = False
     """True once the attempt waits only for a free place at its worker."""
     started_s: float = math.nan
@@ -191,7 +191,7 @@ class Played:
     staleness: Mapping[int, int]
     """Staleness -> number of rows. A row's staleness is its step minus the version that sampled it."""
     critical_path: Sequence[Execution]
-    """The executions from the first node to the last commit. The end of each one let the next one start."""
+    """The executions from the first node to the last commit. The end of each execution let the next execution start."""
     failures: int
     """Number of workers that were lost."""
     replayed_s: float
@@ -199,8 +199,8 @@ class Played:
 
     @property
     def step_s(self) -> list[float]:
-        """Seconds of each step, from the publication of its version to the publication of the next version. The first
-        step begins with the run."""
+        """Seconds of each step. Step i lasts from the publication of version i to the publication of version i + 1, but
+        step 0 begins with the run."""
         times = [0.0, *self.published_s[1:]]
         return [after - before for before, after in itertools.pairwise(times)]
 
@@ -218,7 +218,7 @@ class Played:
 
     @property
     def path_s(self) -> dict[str, float]:
-        """Stage or kind of gap -> its seconds on the critical path. The largest number comes first."""
+        """Stage, or kind of gap (`Gap`) -> its seconds on the critical path. The largest number comes first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         before = 0.0
         for one in self.critical_path:
@@ -433,7 +433,7 @@ class _Simulation:
             self._enqueue(one)
 
     def _enqueue(self, one: Execution) -> None:
-        """Put an attempt into its worker's queue. It starts as soon as the worker has room."""
+        """Put an attempt into its worker's queue. The attempt starts as soon as the worker has room."""
         submit, node = one.submit, one.submit.node
         worker = self._workers[submit.gang, submit.replica]
         one.is_ready = True
@@ -670,5 +670,5 @@ def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _shards(worker: _Worker) -> list[Execution]:
-    """Return the running nodes of a replica that share its engine."""
+    """Return the running nodes of a replica that have a slot, and so share the replica's engine."""
     return [one for one in worker.running if one.submit.mode is _SLOT]

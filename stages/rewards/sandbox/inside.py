@@ -47,7 +47,8 @@ _CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime
 """Paths that a sandbox for sampled text may read, besides the folders of Python and Stageline."""
 _SHARED_MEMORY = "/dev/shm"
 _LIMITED_PER_NAMESPACE = (6, 14)
-"""First Linux version in which `kernel.pid_max` belongs to a namespace; before, it belongs to the host."""
+"""First Linux version in which each namespace has its own `kernel.pid_max`. In earlier versions the host has only
+one."""
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Time limit in seconds for the start of a process, and another such limit for the import of its code, which may load a
+"""Time limit in seconds, first for the start of a process, and then again for the import of its code, which may load a
 model. The import of a user's own reward may take `timeout_s` of its part if this is longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""

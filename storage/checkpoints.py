@@ -1,5 +1,5 @@
-"""Directories of checkpoints. The last two steps of a save write the manifest and then rename the directory. After them
-the checkpoint is complete.
+"""Directories of checkpoints. The last two steps of a save write the manifest and then rename the directory. The
+checkpoint is complete after these two steps.
 
     <root>/policy/v000012/checkpoint.json + the model's files
     <root>/policy/.v000012-<host>-<pid>-<hex>/     being written, or left by a process that died
@@ -67,7 +67,8 @@ class Checkpoints:
         self._fsync, self._retry_s = durability.fsync, durability.retry_s
 
     def begin(self, role: str, version: int) -> Path:
-        """Return a new, empty directory to save into. In a gang rank 0 calls this and sends the path to the others."""
+        """Return a new, empty directory to save into. In a gang, rank 0 calls this and sends the path to the other
+        ranks."""
         owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         path = self.root / role / f".v{version:06d}-{owner}"
         retried(lambda: path.mkdir(parents=True, exist_ok=True), str(path), self._retry_s)
@@ -177,7 +178,7 @@ class Checkpoints:
         return {version for key in keys if (version := version_of(Path(key))) is not None}
 
     def _fault_there(self, role: str, version: int) -> str | None:
-        """Return why a checkpoint is not complete in the object store, or None."""
+        """Return a text that says why a checkpoint is not complete in the object store, or None if it is complete."""
         assert self._copies is not None
         key = _key(role, version)
         where, manifest = self._copies.root.at(key), self._copies.manifest(key)

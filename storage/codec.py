@@ -35,7 +35,8 @@ def decode(kind: type[T], text: str | bytes, *, strict: bool = ..., complete: bo
 @overload
 def decode(kind: UnionType, text: str | bytes, *, strict: bool = ..., complete: bool = ...) -> Any: ...
 def decode(kind: Any, text: str | bytes, *, strict: bool = True, complete: bool = True) -> Any:
-    """Return the record of type `kind` (or of one type of a union) that `encode` wrote. Raises NotARecord.
+    """Return the record that `encode` wrote as `text`. `kind`: type of the record, or a union of possible types. Raises
+    NotARecord if the text does not fit.
 
     Args:
         strict: refuse values of other types. Otherwise the text "NaN" is read as a float, and 1 as true.
@@ -45,7 +46,8 @@ def decode(kind: Any, text: str | bytes, *, strict: bool = True, complete: bool 
 
 
 def from_document(kind: Callable[..., T], document: Any) -> T:
-    """Return the record of type `kind` that a parsed JSON document describes. Raises NotARecord."""
+    """Return the record of type `kind` that a parsed JSON document describes. Raises NotARecord if the document does
+    not fit."""
     record: T = _checked(lambda: _validator(kind, True).validate_python(document, extra="forbid"))
     return record
 

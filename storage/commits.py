@@ -28,7 +28,7 @@ from storage.address import Address, Ref
 from storage.errors import DamagedCommit, StoreError
 
 FORMAT = 2
-"""Version of the file format. A reader refuses any other."""
+"""Version of the file format. A reader refuses any other version."""
 
 _CHECKSUM = b',\n "checksum": "%s"\n}\n'
 """The end of a record. The sum covers all bytes before it."""

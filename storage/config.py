@@ -21,8 +21,8 @@ class PromptsConfig:
     """plain: the field holds a text. chat: it holds a list of {role, content} messages, to which the chat template is
     applied."""
     field: str = "prompt"
-    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. With the default each line of a
-    .txt file is a prompt."""
+    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt. With the default value, each
+    line of a .txt file is a prompt."""
     opening_tokens: int | None = setting(None, at_least(1))
     """Number of tokens that are taken from the start of each text as the prompt; shorter texts are skipped. null: the
     whole text is the prompt."""

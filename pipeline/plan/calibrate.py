@@ -1,7 +1,7 @@
 """Fit a calibration to the nodes that runs executed.
 
-The fit finds three numbers for each kind of work: `efficiency` (up to 1), `call_s` and `node_s` (0 or more). The
-roofline is the node's seconds at the hardware's peaks:
+The fit finds three numbers for each kind of work: `efficiency` (share of the hardware's peaks, up to 1), `call_s`
+(seconds of a call) and `node_s` (fixed seconds of a node). The roofline is the node's seconds at the hardware's peaks:
 
     seconds - collectives  ~  roofline / efficiency + calls * call_s + node_s
 
@@ -45,7 +45,7 @@ _ROUNDS = 4
 """Number of rounds of the fit. A round fits the speed of the engines, and then uses it to compute again which work an
 engine did during each shard."""
 _PULL = 0.1
-"""Weight of the usual proportions in the fit, where one measured node has the weight 1."""
+"""Weight of the pull toward the usual proportions in the fit. One measured node has the weight 1."""
 _INDISTINCT = 30.0
 """If the condition number of the fit's matrix reaches this value, the fit cannot tell the three numbers apart."""
 _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
@@ -219,8 +219,8 @@ def _replayed(
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
-    """Return two things: the speed that fits these measurements, and True if the measurements determine each of its
-    numbers. If they do not, the numbers keep the proportions of `usual` as far as possible."""
+    """Return two things: the speed that fits these measurements, and True if the measurements determine all numbers of
+    this speed. If the measurements do not, the numbers keep the proportions of `usual` as far as possible."""
     seconds = np.array([sample.seconds for sample in samples])
     stored = np.array([sample.store_s for sample in samples])
     columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
@@ -284,8 +284,8 @@ def _distinct(columns: np.ndarray) -> bool:
 
 
 def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises |rows x - target|. There are at most three variables, so every choice of the
-    variables that are 0 is tried."""
+    """Return the x >= 0 that minimises |rows x - target|. There are at most three variables, so all choices of which
+    variables are 0 are tried."""
     best, fewest = np.zeros(rows.shape[1]), float(target @ target)
     for size in range(1, rows.shape[1] + 1):
         for kept in itertools.combinations(range(rows.shape[1]), size):

@@ -21,13 +21,13 @@ from pipeline.errors import ConfigError, join_errors, refusal
 from storage.problems import Constraint, Problem, above, at_least, setting, setting_problems
 
 CALIBRATION = "--calibration"
-"""The option that names a calibration file. A ConfigError names it as the setting at fault if the file is missing or
-belongs to other hardware."""
+"""The option that names a calibration file. A ConfigError names this option as the setting at fault if the file is
+missing or belongs to other hardware."""
 LEAST_EFFICIENCY = 0.01
 """Lowest efficiency of a scaled calibration. If a step time needs a lower efficiency, the hardware is not what limits
 the step."""
 STEP_SECONDS = "--step-seconds"
-"""The option with a published step time. Each ConfigError about this time names it as the setting at fault."""
+"""The option with a published step time. Each ConfigError about this time names the option as the setting at fault."""
 _SHARE = Constraint("above 0 and at most 1", lambda share: 0 < share <= 1)
 
 
@@ -98,7 +98,7 @@ class Calibration:
 
 
 KINDS = ("generate", "forward", "update", "publish", "refit", "score", "advantage")
-"""The kinds of work. For each of them, the field of the same name in `Calibration` has the speed."""
+"""The kinds of work. `Calibration` has a field with the name of each kind, which holds its speed."""
 
 STAGE_KIND: Mapping[str, str] = {
     "generate": "generate",

@@ -45,8 +45,8 @@ class SharedClock:
         self._cores, self._threads, self._rate = cores, 0.0, 1.0
         self._now = now
         self.work = 0.0
-        """Reading of the clock at the last call of `advance` or `add`. A node that has run since the clock's start
-        would have needed this many seconds alone for its work so far."""
+        """Reading of the clock at the last call of `advance` or `add`. If a node has run since the clock's start, its
+        work so far would have taken this many seconds without other nodes."""
 
     def advance(self, now: float) -> float:
         """Advance to the time `now`. Return the reading of the clock (`work`) then."""

@@ -318,8 +318,8 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
     """Return the stages that compute the model's frozen blocks: `evaluate_reference`, `canary_logprob`, and in each
-    gang the first stage that it runs of `reference`, `logprob` and `value`. Unless `ppo.proximal` is `recompute`,
-    `logprob` and `canary_logprob` are ignored. Empty if no blocks are frozen."""
+    gang the first of the stages `reference`, `logprob` and `value` that the gang runs. Unless `ppo.proximal` is
+    `recompute`, `logprob` and `canary_logprob` are ignored. Empty if no blocks are frozen."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

@@ -38,8 +38,8 @@ from pipeline.plan.simulate import Played, Scenario, play
 from pipeline.plan.space import GENERATE, TRAIN, Form, Space, assembled, counts_of, forms, graph_of_steps
 
 DEVICES = "--devices"
-"""The command-line option with the number of devices. Each ConfigError raised here names it as the setting at
-fault."""
+"""The command-line option with the number of devices. Each ConfigError raised in this module names the option as the
+setting at fault."""
 _MOST_COMBINATIONS = 20_000
 """Maximum number of combinations for one form and one number of shards. If there are more, each gang keeps only the
 option with the least work for each number of devices."""
@@ -98,8 +98,8 @@ class Found:
     only if it is better than all accepted combinations of the same form and staleness bound."""
 
     def best(self, *, synchronous: bool) -> Plan | None:
-        """Return the best plan with a staleness bound of 0 (`synchronous`) or above 0. None if there is no such
-        plan."""
+        """Return the best plan whose staleness bound is 0 if `synchronous`, or above 0 if not. None if no plan has such
+        a bound."""
         return next((plan for plan in self.plans if (plan.config.staleness == 0) == synchronous), None)
 
 
@@ -192,7 +192,7 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
 
 def _fits_nowhere(space: Space, nothing: set[str]) -> str:
     """Return a text that says why no combination fits. This function also tries up to 64 times as many GPUs. If the run
-    fits then, the text names a number of GPUs that would be enough."""
+    fits on more GPUs, the text names a number of GPUs that would be enough."""
     given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
     if not space.run.on_gpus:
         return f"{given} on {space.devices} cores: more cores"

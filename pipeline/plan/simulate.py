@@ -18,9 +18,9 @@ rules of the workers:
 - The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
   has ended.
 - Before a shard of another version, the replica loads that version, which takes `Costs.refit_s`. The replica first
-waits until its current shards have ended, unless the engine updates in flight. - A hand-over of shared devices takes
-the sum of both gangs' `hand_over_s`. - Workers that share the cores of a host (`Scenario.cores`) run slower while they
-have more threads than there are
+  waits until its current shards have ended, unless the engine updates in flight.
+- A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
+- Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
   cores (`cores.SharedClock`). The driver shares these cores too: it works `driver_s` seconds after each commit.
 - A worker that fails loses its nodes. It is back after `rebuild_s`. A trainer additionally repeats its updates since
   the last checkpoint.

@@ -23,7 +23,7 @@ _ANYTHING = Confinement()
 
 
 class UserReward(Reward):
-    """A user's own reward. Owns the sandbox in which the function runs."""
+    """A user's own reward, with the sandbox in which its function runs."""
 
     def __init__(self, kind: str, args: dict[str, Any], timeout_s: float, confinement: Confinement = _ANYTHING) -> None:
         """Start the process and wait until it has imported the function. Sets `refusal` if the function cannot be used.

@@ -54,7 +54,8 @@ def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
 
 
 def _load(kind: str, args: Mapping[str, Any]) -> Function:
-    """Return the user's function with its arguments bound, or an object of the user's class. Raises _Refused."""
+    """Return the user's function with its arguments bound, or an object of the user's class. Raises _Refused if the
+    function or the object cannot be made."""
     module_name, _, name = kind.partition(":")
     try:
         module = importlib.import_module(module_name)

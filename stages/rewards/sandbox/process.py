@@ -45,8 +45,8 @@ _PASSED_ON = frozenset(
     )
 )  # fmt: skip
 _PASSED_ON_BEGINNINGS = ("GOMP_", "KMP_", "LC_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_")
-"""Environment variables that every sandbox gets: their names, and the beginnings of further names. None of these
-variables holds a secret."""
+"""Environment variables that every sandbox gets. `_PASSED_ON` has names, and `_PASSED_ON_BEGINNINGS` has the beginnings
+of further names. None of these variables holds a secret."""
 
 
 class SandboxEnded(Exception):

@@ -149,8 +149,8 @@ def write_local(path: Path, data: bytes, durability: Durability = DEFAULT, *, pr
 
 
 def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
-    """Create or replace files of one directory. All are complete when this returns; nobody may read them before. Local
-    files are synced at the same time and not one after the other."""
+    """Create or replace files of one directory. All files are complete when this call returns. Nobody may read them
+    before. Local files are synced at the same time and not one after the other."""
     path = root.at(directory)
 
     def act() -> None:
@@ -165,7 +165,7 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
 def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
     """Create the file only if it does not exist, and return True if this call created it. Of several racing callers at
     most one gets True. `before` runs while local content is synced, or before an upload; it ends before the file gets
-    its name. If it raises, no file is created.
+    its name. If `before` raises, no file is created.
 
     A local file gets its name by a hard link, which is atomic on NFS and Lustre too. A remote file is created by
     fsspec's `mode="create"` (a conditional PUT on S3 and GCS). If the answer to that PUT is lost, the PUT is repeated
@@ -431,10 +431,10 @@ def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
     the messages.
 
     Raises:
-        StoreRefused: an error that stays until a person acts: one of `REFUSING`, or an object store that denies the
-            access or is used without credentials.
-        StoreUnavailable: transient errors for longer than `retry_s`.
-        OSError: any other error.
+        StoreRefused: `act` raised an error that stays until a person acts. It is in `REFUSING`, or the object store
+            denied the access, or there were no credentials.
+        StoreUnavailable: `act` raised transient errors for longer than `retry_s` seconds.
+        OSError: `act` raised any other error.
     """
     give_up: float | None = None
     pause_s = _SHORTEST_S
@@ -539,8 +539,8 @@ class Writeback:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Submit a piece of work. If too many pieces are waiting, wait until the oldest piece is done. Raises the error
-        of an earlier piece."""
+        """Submit a piece of work. If `MOST_WAITING` pieces are waiting, wait until the oldest piece is done. Raises the
+        error of an earlier piece."""
         with self._lock:
             over = []
             while self._pending and (len(self._pending) >= MOST_WAITING or self._pending[0].done()):

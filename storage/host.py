@@ -46,7 +46,7 @@ def private_directory(path: Path) -> None:
 
 def who_else_can_change(path: Path, *, all_below: bool) -> str | None:
     """Return a text that says why another account than this user's or root can change the file or directory at a path.
-    It names the file or directory that allows the change. Return None if no other account can.
+    The text names the file or directory that allows the change. Return None if no other account can.
 
     Checks the path and its parent directories, both as written and with links followed. With `all_below`, also checks
     everything below the path. Paths that do not exist, or that this process may not look at, are skipped."""

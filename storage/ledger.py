@@ -68,8 +68,8 @@ class Ledger:
     def find(self, address: Address, *, closed: bool = True) -> Commit | None:
         """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged.
 
-        `closed`: also look into the segment of the address's step. A caller that commits an output if it finds none may
-        pass False, since `commit` looks into the segment."""
+        `closed`: True to look also into the segment of the address's step. A caller that commits an output if this call
+        finds none may pass False, because `commit` itself looks into the segment."""
         if (known := self._commits.get(address)) is not None:
             return known
         key, data = _key(address), files.read(self._root, _key(address))
@@ -111,9 +111,10 @@ class Ledger:
         return commit
 
     def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
-        """Make an output exist, and return the winning commit: `commit`, or an earlier one. If an earlier commit won,
-        the caller discards its own output. `before` writes the output, and ends before the commit exists; if it raises,
-        nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
+        """Make an output exist, and return the winning commit: `commit`, or an earlier commit at the same address. If
+        an earlier commit won, the caller discards its own output. `before` writes the output, and ends before the
+        commit exists. If `before` raises, nothing is committed. Raises ValueError for a commit that cannot be written
+        as JSON."""
         data = encode(commit)
         is_ours = files.write_new(self._root, _key(commit.address), data, before)
         winner = self.closed_winner(commit.address) or (commit if is_ours else self.find(commit.address))
@@ -310,7 +311,7 @@ def first_step(step: int) -> int:
 
 
 def segment_key(first: int) -> str:
-    """Return the key of the segment that begins with a step."""
+    """Return the key of the segment that begins with step `first`."""
     return f"closed/steps_{first:06d}.segment"
 
 
@@ -321,7 +322,7 @@ def segment_of(key: str) -> int | None:
 
 
 def encode_segment(records: Mapping[Address, bytes]) -> bytes:
-    """Return the content of a segment's file."""
+    """Return the content of the file of a segment. `records`: address -> bytes of its record."""
     places, at = [], 0
     for address, record in sorted(records.items()):
         places.append([address.stage, address.step, address.shard, at, at + len(record)])

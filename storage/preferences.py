@@ -74,7 +74,7 @@ class Split:
 def load_split(config: PreferencesConfig, seed: int) -> Split:
     """Return all judgements of a source, split at random by prompt, or by rated text. The split depends on `seed`. With
     `data.held_out_url`, the held-out set is all judgements of that file, and the judgements of `data.url` are split
-    into the other two sets. Raises PreferencesError."""
+    into the other two sets. Raises PreferencesError if judgements cannot be used or are too few."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
     held_out: list[Judgement] | None = None
@@ -102,7 +102,8 @@ def load_split(config: PreferencesConfig, seed: int) -> Split:
 
 
 def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judgement]:
-    """Return all judgements of a file. `key`: path of the setting that names the file. Raises PreferencesError."""
+    """Return all judgements of a file. `key`: path of the setting that names the file. Raises PreferencesError if the
+    judgements cannot be used."""
     if has_columns(url):
         for field in _fields(config):
             given = getattr(config, field)

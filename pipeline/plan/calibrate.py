@@ -199,7 +199,7 @@ def _replayed(
 ) -> Iterator[tuple[int, Decoded]]:
     """Replay the shards of one engine (`nodes`). Yield (index in `nodes`, the engine's work while the shard ran) for
     each shard. A shard joins `queue` at its measured start. It leaves `queue` at the predicted end of its rows, or at
-    their measured end if that is earlier. `after_s`: seconds that each shard's store and commit took after the end of
+    their measured end if that is earlier. `after_s`: seconds that each shard's store and commit take after the end of
     its rows."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]

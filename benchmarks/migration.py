@@ -195,6 +195,7 @@ class Moved:
 def move_one(pool: Pool, number: int, length: int, with_cache: bool) -> Moved:
     """Move a row that has `length` tokens by then. On busy cores a row can be done before its order arrives: then try
     with another row."""
+    over: RowsReport | MigrationDone | int = 0
     for other in range(number, number + _TRIES * 1000, 1000):
         pool.call(1, clear)
         pool.call(0, start, [request(other, length - SETTLED, CAPACITY)], SETTLED)
@@ -207,6 +208,7 @@ def move_one(pool: Pool, number: int, length: int, with_cache: bool) -> Moved:
         pool.call(0, finish)
         if over.num_rows:
             break
+    assert isinstance(over, MigrationDone), over
     assert over.num_rows == 1, over
     (asked,), _ = pool.call(0, times)
     _, passes = pool.call(1, times)

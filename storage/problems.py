@@ -81,8 +81,9 @@ def finite(hint: str = "") -> Constraint:
 
 
 def plain_name(*, dots: bool = True) -> Constraint:
-    """Return the constraint on a name that becomes part of a file name and of a command. Such a name has no separator,
-    is not hidden, and does not look like an option. `dots`: True if it may contain dots."""
+    """Return the constraint on a name that becomes part of a file name and of a command. Such a name has at most
+    `LONGEST_NAME` letters, digits and marks (`_`, `-`, `.`), and does not begin with `-` or `.`. `dots`: True if the
+    name may contain dots."""
     marks = "._-, and begins with none of . and -" if dots else "_-, and does not begin with - (dots part keys)"
     return Constraint(
         f"a name of up to {LONGEST_NAME} letters, digits and {marks}",
@@ -140,7 +141,8 @@ def unread_problems(key: str, section: Any, why: str, names: Collection[str] | N
 
 
 def setting_problems(section: Any, key: str = "") -> Iterator[Problem]:
-    """Yield the problems of every single setting of a section and of the sections in it. `key`: the section's path."""
+    """Yield the values of a section, and of the sections in it, that break a constraint of their own setting. `key`:
+    the section's path."""
     for name, constraints in constraints_of(section).items():
         path, value = f"{key}.{name}" if key else name, getattr(section, name)
         for constraint in constraints:
@@ -152,13 +154,14 @@ def setting_problems(section: Any, key: str = "") -> Iterator[Problem]:
 
 
 def mentions(problem: Problem, keys: Collection[str]) -> bool:
-    """Return True if a problem is about one of these settings or names it."""
+    """Return True if a problem is about one of these settings, or names one of them in its text."""
     about = "|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in keys)
     return bool(keys) and re.search(about, f"{problem.key}: {problem.need}") is not None
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:
-    """Yield a problem if `part` does not divide `whole`. Numbers below 1 are left to other checks."""
+    """Yield a problem of setting `key` if its value `part` does not divide `whole`, the value of setting `whole_key`.
+    Numbers below 1 are left to other checks."""
     if part >= 1 and whole >= 1 and whole % part:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
         yield Problem(key, part, f"must divide {whole_key} = {whole}: one of {divisors}")

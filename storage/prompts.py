@@ -28,15 +28,17 @@ import numpy as np
 from storage.config import PromptsConfig
 
 Row = tuple[str, dict[str, Any]]
-"""(place, fields). The place is the URL with the line (from 1) or row (from 0). Fields have names or column numbers."""
+"""(place, fields). The place is the URL with the line (from 1) or row (from 0). The fields are: name or column number
+-> value."""
 
 
 class RowsError(ValueError):
-    """An error for a file or a line that cannot be read. The message names it and the reason."""
+    """An error for a file or a line that cannot be read. The message names the file or line, and the reason."""
 
 
 def read_rows(url: str) -> Iterator[Row]:
-    """Yield all rows of a file in its order; blank lines do not count. Raises RowsError."""
+    """Return an iterator over all rows of a file, in the order of the file and without blank lines. Raises RowsError if
+    the file or a line cannot be read, or if `READERS` lacks the ending of the file's name."""
     suffix = PurePosixPath(url).suffix
     if suffix not in READERS:
         raise RowsError(f"{url!r} ends in {suffix!r}, available: {', '.join(READERS)}")
@@ -65,8 +67,8 @@ def _columns(url: str) -> Iterator[Row]:
 
 
 def _csv(url: str) -> Iterator[Row]:
-    """Read comma-separated values, quoted as spreadsheets do (a quoted cell may hold commas and line ends). The first
-    line names the fields."""
+    """Yield the rows of a file of comma-separated values. Cells may be quoted as in spreadsheets: a quoted cell may
+    hold commas and line ends. The first line names the fields."""
     reader = csv.reader(io.StringIO(_text(url), newline=""), strict=True)
     names: list[str] = []
     try:
@@ -92,7 +94,7 @@ def _field_names(cells: list[str], where: str) -> list[str]:
 
 
 def _parquet(url: str) -> Iterator[Row]:
-    pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))  # only these files need them
+    pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))  # only Parquet files need pyarrow
     try:
         with fsspec.open(url, "rb") as stream:
             rows = parquet.read_table(stream).to_pylist()
@@ -109,7 +111,8 @@ def _reason(error: Exception, url: str) -> str:
 
 
 def _text(url: str) -> str:
-    """Return the whole file without the byte order mark that spreadsheets write."""
+    """Return the text of a file without the byte order mark that spreadsheets write. Raises RowsError if the file
+    cannot be read or is not UTF-8."""
     try:
         return _content(url).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -169,8 +172,11 @@ class PromptItem:
 
 
 def load_texts(config: PromptsConfig) -> list[PromptItem]:
-    """Return all prompts of a source in its order; blank lines do not count. With the default field each line of a
-    .txt file is a prompt. Raises PromptsError, naming URL, line (from 1) or row (from 0) and field."""
+    """Return all prompts of a source, in the order of its file and without blank lines. With the default field
+    (`prompt`), each line of a .txt file is a prompt.
+
+    Raises PromptsError if the file cannot be read or has no prompts, or if a row has no valid prompt. The message names
+    URL, line (from 1) or row (from 0) and field."""
     plain = PurePosixPath(config.url).suffix == ".txt" and config.field == "prompt"
     if has_columns(config.url) and not config.field.isdecimal() and not plain:
         raise PromptsError(f"prompts.field: {config.url}: must be a 0-based column number, given {config.field!r}")
@@ -185,11 +191,11 @@ def load_texts(config: PromptsConfig) -> list[PromptItem]:
 
 
 HELD_OUT = 64
-"""Default number of prompts that are set aside; a tenth of all prompts if that is less."""
+"""Default number of prompts that are held out. Fewer are held out if a tenth of all prompts is less than this."""
 
 
 def held_out_by_default(num: int, shards: int) -> int:
-    """Return how many of `num` prompts to set aside if the config does not say. This is the smaller of `HELD_OUT` and a
+    """Return how many of `num` prompts to hold out if the config does not say. This is the smaller of `HELD_OUT` and a
     tenth of `num`, rounded down to a multiple of `shards`. It is at least 2 (rounded up to a multiple of `shards`),
     because an evaluation reports a spread."""
     most, least = min(HELD_OUT, num // 10), -(-2 // shards) * shards
@@ -198,8 +204,8 @@ def held_out_by_default(num: int, shards: int) -> int:
 
 def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two int64 arrays: the indices of the training prompts in the source, and the indices of the held-out
-    prompts. The two arrays are disjoint, and each is ascending. Raises PromptsError if no training prompt would be
-    left."""
+    prompts. The two arrays are disjoint, and each is ascending. Raises PromptsError if `held_out` is negative, or if no
+    training prompt would be left."""
     if not 0 <= held_out < num:
         raise PromptsError(f"prompts.held_out: given {held_out}, the source has {num} prompts: 0..{num - 1} would work")
     order = np.random.default_rng([seed, _SPLIT]).permutation(num)
@@ -207,8 +213,8 @@ def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_indices(train_indices: np.ndarray, seed: int, step: int, rows: int) -> np.ndarray:
-    """Return the index of the prompt of each row of a step, int64 [rows]. Every prompt comes once per epoch. A step may
-    span two or more epochs."""
+    """Return the index in the source of each row's prompt in a step, int64 [rows]. Every training prompt comes once per
+    epoch. A step may span two or more epochs."""
     num = len(train_indices)
     epochs, offsets = np.divmod(np.arange(step * rows, (step + 1) * rows), num)
     chosen = np.empty(rows, np.int64)
@@ -238,7 +244,7 @@ def _item(config: PromptsConfig, where: str, row: dict[str, Any]) -> PromptItem:
 
 
 def is_chat(value: object) -> bool:
-    """Return True if a value is a non-empty list of messages."""
+    """Return True if a value is a non-empty list of messages: objects with the texts `role` and `content`."""
     return (
         isinstance(value, list)
         and len(value) > 0

@@ -2,8 +2,8 @@
 
 All records have the same alignment. `rows` is the batch axis of a shard (or of a whole step). `seq` = max_prompt_tokens
 + max_new_tokens is the token axis. A row holds its prompt at 0..prompt_length-1, its response directly after it, and
-padding to the end. **Index t of every per-token array belongs to `tokens[:, t]`**. Outside `response_mask`, where these
-arrays have no meaning, they are zero (`token_versions`: -1), never NaN.
+padding to the end. **Index t of every per-token array belongs to `tokens[:, t]`**. Arrays about sampled tokens
+have no meaning outside `response_mask`. There they are zero (`token_versions`: -1), never NaN.
 
 A worked example, max_prompt_tokens = 3, max_new_tokens = 4, prompt "a b", response "c d EOS":
 
@@ -13,15 +13,16 @@ A worked example, max_prompt_tokens = 3, max_new_tokens = 4, prompt "a b", respo
     values            0  0  v2 v3 v4 0  0     v2 = V(a b): the state BEFORE token 2
     bootstrap_values  V(a b c d E), used only when the response was cut by the length limit
 
-Before a commit every record is checked: numbers that are not finite, or log-probs that were never filled in, would be
-trained on silently.
+Before a commit every record is checked for numbers that are not finite, and for log-probs that were never filled in.
+Without the check a run would silently train on them.
 
 Every stored array has attributes that any Zarr reader shows. They follow the CF conventions where these have a term,
 and depend only on the array's name, so that all processes write the same.
 
     long_name             meaning of the array
     units                 nat (natural logarithms), token, 1 (a plain number)
-    ancillary_variables   the mask that is True where the array has meaning; elsewhere it is zero (`token_versions`: -1)
+    ancillary_variables   the mask that is True where the array has meaning; elsewhere the array is zero
+                          (`token_versions`: -1)
     flag_values, flag_meanings   for an array of codes
 """
 
@@ -52,7 +53,7 @@ SCORE_PREFIX, DISAGREEMENT_PREFIX = ("scores.", "disagreement.")
 
 
 class Record:
-    """Base of all records, with access to the row count, to the fields by name, and to a part of the rows."""
+    """Base of all records, with access to the number of rows, to the fields by name, and to a selection of the rows."""
 
     KIND: ClassVar[str]
 
@@ -62,7 +63,7 @@ class Record:
         return int(next(iter(self.arrays().values())).shape[0])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the fields by name, in the order of declaration. These are the names of the Zarr arrays."""
+        """Return name of a field -> array, in the order of declaration. The Zarr arrays have the same names."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @classmethod
@@ -71,7 +72,7 @@ class Record:
         return cls(**arrays)
 
     def rows(self, index: slice | np.ndarray) -> Any:
-        """Return the record of some rows."""
+        """Return a record of the same type with the rows that `index` selects."""
         return self.from_arrays({name: array[index] for name, array in self.arrays().items()})
 
 
@@ -125,8 +126,9 @@ class Rollout(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Scores(Record):
-    """Output of `score`. `scores` has one number per response, before any KL term: the weighted sum of the `parts`.
-    `disagreement` says how far the members of an ensemble differ.
+    """Output of `score`. `scores` has one number per response, before any KL term: the weighted sum of the
+    `parts`. `parts` has the scores of each part, by its name and before its weight. `disagreement` says how far the
+    members of an ensemble differ.
 
     The config names the parts. Each part is stored as arrays of its own: `scores.NAME`, and for an ensemble
     `disagreement.NAME`.
@@ -139,7 +141,7 @@ class Scores(Record):
     """Name of a part -> standard deviation over the members of its ensemble."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays as they are stored."""
+        """Return name of a stored array -> array: `scores`, and an array for each part and each disagreement."""
         parts = {f"{SCORE_PREFIX}{name}": array for name, array in self.parts.items()}
         return {
             "scores": self.scores,
@@ -149,7 +151,8 @@ class Scores(Record):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Return the record with these arrays. Older runs stored only the weighted sum of the parts."""
+        """Return the record with these arrays. A record of an older run has no parts, because such runs stored only the
+        weighted sum."""
 
         def named(prefix: str) -> dict[str, np.ndarray]:
             return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
@@ -256,8 +259,8 @@ def check_finite(record: Record) -> None:
 
 def check_logprobs(record: Record, mask: np.ndarray | None) -> None:
     """Raise ValueError, naming field and row, if an array named `*_logprobs` is zero on all sampled tokens of a row.
-    `mask` (bool, rows × seq) is the response_mask. A Rollout is checked with its own mask. Without a mask nothing is
-    checked."""
+    Raise ValueError also if the array has another shape than the mask. `mask` (bool, rows × seq) is the response_mask.
+    A Rollout is checked with its own mask. Without a mask nothing is checked."""
     if isinstance(record, Rollout):
         mask = record.response_mask
     if mask is None:

@@ -48,8 +48,9 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(content: Any) -> Any:
-    """Return settings without secrets. `content`: a mapping, a sequence or a single value, of JSON's types. Everything
-    below a secret's name is replaced by `MARK`, except null, true, false and empty texts."""
+    """Return settings without secrets. `content`: a mapping, a sequence or a single value, of JSON's types. Every value
+    below a secret's name is replaced by `MARK`, except null, true, false and empty texts. Secrets inside other texts
+    are replaced by `redacted_text`."""
     if isinstance(content, Mapping):
         return {key: _hidden(value) if is_secret(str(key)) else redacted(value) for key, value in content.items()}
     if isinstance(content, str):
@@ -68,7 +69,7 @@ def redacted(content: Any) -> Any:
 def redacted_text(text: str) -> str:
     """Return a text without its secrets."""
     text = _URL.sub(lambda match: match[1] + _redacted_url(match[2]), text)
-    text = _BEARER.sub(rf"\1{MARK}", text)  # first: the others hide only `Basic` of `Authorization: Basic ...`
+    text = _BEARER.sub(rf"\1{MARK}", text)  # first: the other patterns hide only `Basic` of `Authorization: Basic ...`
     for pattern in (_ASSIGNED, _MAPPED, _OPTION):
         text = pattern.sub(_value_hidden, text)
     return _SHAPES.sub(MARK, text)

@@ -16,10 +16,10 @@ Writing is a write-ahead log of files (law 2 of docs/architecture.md):
     attempts/generate-000012-0003-a0-1f6c2a9b/tokens.c.3.0 ──► rollouts.zarr/step_000012/tokens/c.3.0
 
 A thread may settle (`files.Writeback`) while the next node runs, because the commit alone makes an output exist. A
-process that dies before the commit leaves files that nobody reads. A process that dies after it leaves files that the
-commit names: `read` finds them in the attempt, and `recover` moves them (after the loss of a gang, and at the start
-and end of a driver). No array file is ever opened for writing in place, and each shard of an array is written by one
-attempt only.
+process that dies before the commit leaves files that nobody reads. A process that dies after the commit leaves files
+that the commit names: `read` finds them in the attempt, and `recover` moves them (after the loss of a gang, and at the
+start and end of a driver). No array file is ever opened for writing in place, and each shard of an array is written by
+one attempt only.
 
 Zarr returns fill values for a missing shard. `read` raises instead, and checks the CRC-32 of every array against the
 commit. Plain readers see the fill value (NaN, -1, False) where nothing is committed yet.
@@ -79,8 +79,8 @@ from storage.records import RECORD_TYPES, Record, check_finite, check_logprobs, 
 from storage.shards import GROUP_METADATA, Template, encode_whole, group_metadata, is_group, make_template, shards_of
 
 EVALUATE = "evaluate"
-"""Prefix of the names of evaluation stages. Their outputs are not in a step's group. All of them share one group per
-evaluated version, with a layout of its own."""
+"""Prefix of the names of evaluation stages. The outputs of these stages are in no step's group. There is one group for
+each evaluated version, and these groups have a layout of their own."""
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 """Errors that Zarr raises when it reads a missing or damaged array."""
@@ -107,8 +107,8 @@ class RolloutStore:
         """Open the store in the run's directory `url` (a path or an object store's URL); `rollouts.zarr/` and
         `attempts/` are created in it.
 
-        `recent_bytes`: size of the cache of records, which readers share. `writeback`: the thread that settles what
-        `write` commits; the caller closes it. Without it `write` settles by itself.
+        `recent_bytes`: maximum size of the cache of records. All readers get the same cached record. `writeback`: the
+        thread that settles what `write` commits; the caller closes it. Without it `write` settles by itself.
         """
         run = files.open_root(url, durability)
         self._data = run.below(_STORE)
@@ -217,10 +217,10 @@ class RolloutStore:
     def recover(self, *, discard: bool = True) -> int:
         """Finish the work of dead processes, and return the number of settled attempts. Raises DamagedCommit.
 
-        - An attempt that was committed is settled, unless its object in an object store is damaged. Then its arrays are
-          missing for every reader.
-        - An attempt at an address that another attempt committed is discarded. Without `discard` it stays, since its
-          process may be alive and need the files.
+        - An attempt that was committed is settled, unless its object in an object store is damaged. A damaged object
+          stays, and its arrays are missing for every reader.
+        - An attempt is discarded if another attempt at its address was committed, or if its arrays count as deleted
+          (`dropped`). Without `discard` it stays, since its process may be alive and need the files.
         - An attempt at an address without a commit stays, since its process may be about to commit.
         """
         settled, before = 0, self.dropped_before()
@@ -238,8 +238,8 @@ class RolloutStore:
         return settled
 
     def restore_metadata(self, commits: Iterable[Commit]) -> None:
-        """Write the missing or damaged metadata by which plain readers find the arrays of these commits. `read` does
-        not need it. For a driver without workers."""
+        """Write the missing or damaged metadata by which plain readers find the arrays of these commits, except arrays
+        that count as deleted. `read` does not need this metadata. Only a driver without workers may call this."""
         before = self.dropped_before()
         for commit in commits:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
@@ -263,10 +263,14 @@ class RolloutStore:
             files.remove_tree(self._run, "attempts")
 
     def read(self, address: Address) -> Any:
-        """Return the committed record, in the type that was written. Raises MissingOutput if nothing is committed, or
-        if the commit has no arrays. Raises DroppedOutput if the arrays were deleted. Raises StoreError, naming array
-        and address, if an array is missing or damaged, or naming the object, if it is in an attempt's damaged
-        object."""
+        """Return the committed record, in the type that was written.
+
+        Raises:
+            MissingOutput: nothing is committed, or the commit has no arrays.
+            DroppedOutput: the arrays were deleted.
+            StoreError: an array is missing or damaged (naming array and address), or it is in an attempt's damaged
+                object (naming the object).
+        """
         commit = self._ledger.get(address)
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")
@@ -277,8 +281,8 @@ class RolloutStore:
 
     def prefetch(self, addresses: Iterable[Address]) -> None:
         """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.
-        Do nothing for a local store, or if the records would fill more than half of the cache. What is missing or
-        damaged, or not at its chunk key yet, is left to the later read. Raises StoreUnavailable."""
+        Do nothing for a local store, or if the records would fill more than half of the cache. Records
+        that are missing, damaged or not at their chunk keys yet are skipped. Raises StoreUnavailable."""
         if self._run.fs is None:
             return
 
@@ -332,8 +336,8 @@ class RolloutStore:
         return read_dropped(self._run)
 
     def drop(self, before: int) -> int:
-        """Delete the arrays of all steps before this one, except evaluations. Commits stay. Return the number of steps
-        that had arrays. The caller ensures that nothing reads the arrays any more."""
+        """Delete the arrays of all steps before step `before`, except evaluations. Commits stay. Return the number of
+        steps that had arrays. The caller ensures that nothing reads the arrays any more."""
         self._described.clear()
         if before > self.dropped_before():
             write_dropped(self._run, before)
@@ -490,7 +494,8 @@ class DamagedAttempt(StoreError):
 
 
 def _absent_error(address: Address, what: str, before: int) -> StoreError:
-    """Return the error for a missing array. `before`: the first step whose arrays were not deleted."""
+    """Return the error for a missing array: DroppedOutput if the array was deleted, else StoreError. `what`: the array,
+    as the message names it. `before`: the first step whose arrays were not deleted."""
     if dropped(address, before):
         return DroppedOutput(
             f"{what}: dropped by {KEEP}, as are the arrays of all steps before {before}. A run that has to train "
@@ -500,7 +505,7 @@ def _absent_error(address: Address, what: str, before: int) -> StoreError:
 
 
 def _rows_of(layout: Layout, address: Address, num_rows: int) -> slice:
-    """Return the slice of an output's rows in the step's array."""
+    """Return the slice that an output's rows fill in the array of all shards."""
     shards = shards_of(layout, address, num_rows)
     return slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
 
@@ -532,7 +537,8 @@ def of_attempt_key(name: str) -> tuple[Address, str] | None:
 
 
 def in_attempt(key: str) -> str:
-    """Return the name of a file in its attempt's directory. The directory is flat, so that one sync covers it."""
+    """Return the name of a file in its attempt's directory. `key`: key of the file below its group. The directory is
+    flat, so that one sync covers it."""
     return key.replace("/", ".")
 
 
@@ -545,7 +551,8 @@ def pack(contents: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> dict[str, bytes]:
-    """Return the files that `pack` made one object of. Raises DamagedAttempt, naming `where`."""
+    """Return the files (name -> content) in an object that `pack` made. Raises DamagedAttempt, naming `where`, if the
+    checksum is wrong."""
     stated, _, rest = data.partition(b"\n")
     if checksum(rest).encode() != stated:
         raise DamagedAttempt(f"{where}: is not what was written (it does not have its checksum)")
@@ -615,7 +622,7 @@ class RecentRecords:
             return self._records[key][0]
 
     def put(self, key: Key, record: Record) -> None:
-        """Keep a record, unless it is larger than the cache. Its arrays must not change any more."""
+        """Keep a record, unless it is larger than the cache. The record's arrays must not change any more."""
         size = sum(array.nbytes for array in record.arrays().values())
         with self._lock:
             if size > self.max_bytes or key in self._records:
@@ -674,7 +681,7 @@ class Vocabulary:
 
     data: bytes
     offsets: np.ndarray
-    """int64 [tokens + 1]"""
+    """int64 [tokens + 1]. Token t has the bytes `data[offsets[t] : offsets[t + 1]]`."""
 
     @staticmethod
     def of(tokens: Iterable[bytes]) -> Vocabulary:
@@ -688,7 +695,8 @@ class Vocabulary:
         return {BYTES: ("vocabulary_byte", data), OFFSETS: ("vocabulary_offset", self.offsets)}
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of tokens. Ids outside the vocabulary are skipped."""
+        """Return the text of tokens. Ids outside the vocabulary are skipped. Bytes that are not UTF-8 become
+        replacement characters."""
         last = len(self.offsets) - 1
         spans = ((self.offsets[i], self.offsets[i + 1]) for i in map(int, ids) if 0 <= i < last)
         return b"".join(self.data[start:end] for start, end in spans).decode("utf8", "replace")

@@ -51,7 +51,7 @@ _SUM_BYTES = 4
 @dataclass(frozen=True)
 class Template:
     """The layout of an array of a Zarr group. It encodes and decodes one shard at a time, in any number of threads. A
-    process makes one for each layout, dtype and number of dimensions, since making Zarr's metadata takes
+    process makes only one template for each layout, dtype and number of dimensions, since making Zarr's metadata takes
     milliseconds."""
 
     metadata: bytes

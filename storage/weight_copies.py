@@ -7,8 +7,8 @@
 
 The manifest is linked after all bytes have arrived and every tensor's sum was checked, so no reader sees half a
 version. The length of a `.copy` says how much of it has arrived; other processes can already forward that part. On each
-host, one process at a time receives a version (`receiving`). It holds `v000012.lock`, which the system releases when
-the process ends in any way.
+host, one process at a time receives a version (`receiving`). The process holds `v000012.lock`, which the system
+releases when the process ends in any way.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class IncomingVersion(Closing):
             self._file = os.open(self._data, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
             half = self._data.with_suffix(".half")
             half.write_text(self.manifest.to_json())
-            half.rename(self._staged)  # others read it from now on
+            half.rename(self._staged)  # other processes read the manifest from now on
         except BaseException:
             self.close()
             raise
@@ -147,7 +147,7 @@ class IncomingVersion(Closing):
             self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
-        """Link the manifest, so that the version exists. Return the manifest that exists then: this version's, or the
+        """Link the manifest, so that the version exists. Return the manifest that exists then: `self.manifest`, or the
         manifest of a faster process. Raises StoreError if bytes are missing."""
         if not self.complete:
             raise StoreError(

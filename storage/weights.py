@@ -18,7 +18,7 @@ at their places, then each computes the checksums of some tensors, and the first
 
     attempt(version, places) ──► put(part) … put(part) ──► sums(places) ──► finish(sums)
 
-numpy has no bfloat16, so it is stored as its bit pattern in uint16 and marked "bfloat16" in the manifest.
+numpy has no bfloat16, so a bfloat16 tensor is stored as its bit pattern in uint16 and marked in the manifest.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class WeightBoard(Closing):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tried(self, version: int, act: Callable[[], T]) -> T:
-        """Return `act()`. Its errors name the version's files."""
+        """Return the result of `act`. Errors of the filesystem name the version's files."""
         return retried(act, str(self.directory / stem(version)), 0.0)
 
     def _begin(self, path: Path, num_bytes: int) -> None:

@@ -2,11 +2,12 @@
 
     forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine | policy + critic |
                 reference;  engine and trainer on the same devices
-    counts_of   numbers of devices that a gang may have. Gangs have their own GPUs. Gangs on the cores of one host may
-                have more threads together than there are cores: they share the cores (`cores`)
+    counts_of   numbers of devices that a gang may have. Gangs on a host without GPUs share its cores (`cores`):
+    together
+                they may have more threads than there are cores
     assembled   the config with settings of each gang
 
-`options` has the settings of one gang, and `search` finds the best combination. Pure.
+Module `options` finds the settings of one gang, and module `search` finds the best combination. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ GENERATE, TRAIN, CRITIC, REFERENCE, SCORE = "generate", "train", "critic", "refe
 STEPS = 12
 """Number of steps that a search simulates for each plan."""
 _EXACT_SHARDS = 16
-"""Largest number of shards for which lower bounds are computed from every shard."""
+"""Maximum number of shards in a plan whose lower bounds are computed from all shards. With more shards, the bounds are
+estimated from a sample of the shards."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,18 @@ class Space:
         return self.run.config
 
     def sampled(self, shards: int) -> bool:
-        """Return True if the bounds of plans with this many shards are only estimated, from some of the shards."""
+        """Return True if the lower bounds of a plan with this many shards are estimated from a sample of its shards."""
         return shards > _EXACT_SHARDS
 
     @property
     def cores(self) -> int | None:
-        """Cores that all gangs share; None if each gang has GPUs of its own."""
+        """Number of cores that all gangs share. None if the gangs compute on GPUs."""
         return None if self.run.on_gpus else self.devices
 
     def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
-        """Return the number of devices that the gangs use together, or None if they need more than there are. On a host
-        without GPUs, gangs may have up to twice as many threads together as there are cores, and the result is at most
-        the number of cores. `devices`: number of devices of each gang."""
+        """Return the number of devices that the gangs use together, or None if there are too few devices. Devices that
+        the form's gangs share count once. On a host without GPUs, the gangs may have up to two threads per core
+        together, and the result is at most the number of cores. `devices`: number of devices of each gang."""
         used = max(devices) if form.shares_devices else sum(devices)
         if self.cores is not None and used <= 2 * self.cores:
             return min(used, self.cores)
@@ -92,8 +94,8 @@ def space_of(
     run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, lengths: Lengths, devices: int
 ) -> Space:
     """Return the space of plans around a config. Its staleness bounds are 0, 1, 2 and the bound of the config. Its
-    numbers of shards are the number in the config, half this number and twice this number. Numbers are left out if they
-    do not divide the rows evenly, or would divide a prompt's responses between shards."""
+    numbers of shards are the number in the config, half this number and twice this number. A number of shards is
+    left out if it does not divide the rows evenly, or if it would divide a prompt's responses between shards."""
     config = run.config
     rows = config.rollout.rows
     shards = {config.rollout.shards * 2**power // 2 for power in range(3)}
@@ -134,7 +136,7 @@ def device_counts(devices: int, per_node: int) -> list[int]:
 
 def counts_of(space: Space) -> list[int]:
     """Return the numbers of GPUs, or of threads on a host without GPUs, that a gang may have. On a host with more than
-    8 cores these are 1, 2, 3, 4, 6, 8, 12, ... threads."""
+    8 cores these are 1, 2, 3, 4, 6, 8, 12, ... threads. On a host with fewer cores any number is possible."""
     if space.cores is None:
         return device_counts(space.devices, space.cluster.gpus_per_node)
     return device_counts(space.devices, 8 if space.devices <= 8 else 1)
@@ -150,9 +152,9 @@ def assembled(
     shards: int,
     staleness: int,
 ) -> RunConfig:
-    """Return the config with the gangs of `form`, an engine and a scoring gang. `chosen`: gang's name -> its settings
-    and the changes outside of the placement (`Option.changes`). An engine or a gang of models that is not in `chosen`
-    has one worker."""
+    """Return the space's config with the gangs of `form`, an engine and a scoring gang. `chosen`: gang's name -> its
+    settings, and its changes to other sections of the config (`Option.changes`). An engine or a gang of models that is
+    not in `chosen` has one worker."""
     base = space.base
     gangs = {SCORE: _scorers(space, chosen), GENERATE: gang_settings(space, frozenset({Role.GENERATE}))}
     gangs |= {name: gang_settings(space, roles) for name, roles in form.gangs.items()}
@@ -184,8 +186,8 @@ def assembled(
 
 def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
     """Return the settings of the scoring gang. They are copied from the gang that has the scoring role in the config.
-    If that gang also has roles other than scoring and advantages, they are defaults. On several nodes a worker runs
-    beside each engine node."""
+    If this gang also has roles other than scoring and advantages, the settings are defaults. On several nodes, if
+    `chosen` has an engine, there is one scoring worker for each node of the engine."""
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
     settings = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
@@ -197,7 +199,8 @@ def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, A
 
 
 def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
-    """Return the config with the number of nodes of each gang. On one node the driver starts the workers."""
+    """Return `config` with the number of nodes of each gang (`slurm.gangs`) and workers that join (`cluster.kind`:
+    `attached`). On one node return it without node numbers (`cluster.kind`: `local`): the driver starts the workers."""
     if space.cluster.nodes == 1:
         return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
     per_node = space.cluster.gpus_per_node

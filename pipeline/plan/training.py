@@ -21,9 +21,9 @@ each rank into m micro-batches. With F operations of all rows:
                       its double
 
 On a CPU, element-wise operations count too (norms, rotary embedding, SwiGLU, softmax, additions). For each of E numbers
-that they write, F grows by `_ELEMENT_FLOPS` operations at the float32 rate. On GPUs the efficiency covers them. E was
-measured on one thread of a CPU with AVX-512, torch 2.13, hidden sizes h of 64 and 576 (L blocks, i intermediate size,
-n length of a row, V vocabulary size):
+that they write, F grows by `_ELEMENT_FLOPS` operations at the float32 rate. On GPUs the calibrated efficiency includes
+them. E was measured on one thread of a CPU with AVX-512, torch 2.13, hidden sizes h of 64 and 576 (L blocks, i
+intermediate size, n length of a row, V vocabulary size):
 
     E                 tokens L (6 h + 2 i) + 8 L heads sum n^2 + 10 V x sampled tokens; a backward pass has 1.5 E
 
@@ -39,8 +39,8 @@ On GPUs and with `portable` kernels, data-parallel collectives overlap with pass
 (`stages.models.gradient_buffers`). Gradients overlap with the last micro-batch's backward pass, and gathered weights
 with the next minibatch's first forward pass. One bucket of gradients and one bucket of weights overlap with nothing.
 The weights that are gathered after the last minibatch overlap with nothing either. A collective costs only the seconds
-by which it is longer than the pass beside it. Collective and pass are compared at the hardware's peaks. The first stage
-of a pipeline ends its pass last, so it decides.
+by which it is longer than the pass beside it. Collective and pass are compared at the hardware's peaks. In a pipeline,
+the pass of the first stage is taken, because this stage ends last.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
 al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,
@@ -72,8 +72,8 @@ from stages.models.protocol import Role
 ARITHMETIC, WEIGHTS, BUBBLE = "arithmetic", "weights read", "pipeline bubble"
 OPTIMIZER, TENSOR, PIPELINE, DATA = "optimizer", "tensor-parallel", "pipeline sends", "data-parallel"
 _GRAIN = 32_768
-"""Minimum number of elements per thread. On a CPU, torch gives an operation one more thread for each such number of
-elements (ATen/TensorIterator.h: GRAIN_SIZE)."""
+"""Minimum number of elements per thread. On a CPU, torch uses at most one thread for each 32,768 elements of an
+operation (ATen/TensorIterator.h: GRAIN_SIZE)."""
 _ELEMENT_FLOPS = 50
 """Number of float32 operations of a matrix product that take as long as one element of an element-wise operation."""
 _WIDTHS = 8
@@ -97,7 +97,7 @@ class Work:
 
     @property
     def roofline(self) -> float:
-        """Lower bound of the seconds, at the peaks of arithmetic and memory."""
+        """Sum of `parts`: a lower bound of the seconds of this work, at the peaks of arithmetic and memory."""
         return math.fsum(self.parts.values())
 
     def times(self, factor: float) -> Work:
@@ -272,8 +272,8 @@ def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
 
 
 def _num_widths(rows: Numbers) -> Numbers:
-    """Return the expected number of different widths among rows whose widths are spread evenly over `_WIDTHS`
-    values."""
+    """Return the expected number of different widths among `rows` rows. Each row has one of `_WIDTHS` widths, all with
+    the same probability."""
     return _WIDTHS * (1 - (1 - 1 / _WIDTHS) ** rows)
 
 
@@ -347,8 +347,8 @@ def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, 
 
 
 def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[Numbers, Numbers]:
-    """Return the seconds of one micro-batch in one pipeline stage, and 1 if arithmetic limits them or 0 if memory
-    does."""
+    """Return the seconds of one micro-batch in one pipeline stage, and a flag: 1 if arithmetic limits the speed, 0 if
+    memory bandwidth limits it."""
     if not rows.count:
         return 0.0, 1
     layout, rank_rows = gang.models.layout, rows.share(gang.models.data_ranks)

@@ -21,11 +21,11 @@ process that ends first is killed.
 
     stageline-NAME-HASH         the board (storage/weights.py)
     stageline-NAME-HASH.lock    locked by every process that uses the board: a local run's driver, each attached
-                                worker. For an attached run, its text is the path of the lock file of the run's driver
+                                worker. In an attached run this file contains the path of the driver's lock file
 
 The system releases a lock when its process ends, even by a kill. The last user removes the board if it ends normally.
-If all users were killed, the board stays until its run is dead. Then the next user of any board in that folder removes
-it:
+If all users were killed, the board stays until its run is dead. Then the next user of any board in the same folder
+removes the dead run's board:
 
 - A local run is dead if nobody holds the board's lock, because its driver would hold it.
 - An attached run's driver may run on any host, and workers that need the board may be started here again. So the run
@@ -33,8 +33,8 @@ it:
 
 A new user locks its own board before it looks at others, so no run removes its own board.
 
-The last two sections find this host's network addresses, and keep the reason why a worker process ended itself. Dask
-tells the driver only that the process ended.
+The last two sections of this file find this host's network addresses, and keep the reason why a worker process ended
+itself. Dask tells the driver only that the process ended.
 """
 
 from __future__ import annotations
@@ -336,8 +336,8 @@ def _read_file(path: Path) -> SchedulerFile:
 
 
 def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
-    """Return True if the scheduler file at `path` still has the content `file`. Then no next driver of this run listens
-    yet, because each driver removes old scheduler files before it listens."""
+    """Return True if the scheduler file at `path` still has the content `file`. If so, no later driver of this run
+    listens yet, because each driver removes old scheduler files before it listens."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -532,7 +532,7 @@ _REMOVAL_S = 120.0
 
 @contextmanager
 def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None]:
-    """Hold the lock of a board during the block. First remove the boards of dead runs beside it. Afterwards remove the
+    """Lock a board, remove the boards of dead runs beside it, and hold the lock during the block. Afterwards remove the
     board itself, unless another process uses it. `driver_lock`: path of the lock file of an attached run's driver.
 
     Raises:

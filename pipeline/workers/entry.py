@@ -1,7 +1,8 @@
 """Entry points in a Dask worker: turn the process into a rank or a replica, then run nodes.
 
-The runtime is a module global, because a Dask task is a plain function and models outlive tasks. A process that died
-and was started again has no runtime: its calls raise WorkerLost, and the driver builds it again.
+The runtime is a module global, because a Dask task is a plain function and models outlive tasks. A process that was
+started again after a death has no runtime. Calls to this process raise WorkerLost, and the driver builds the worker
+again.
 
 The driver sends a gang's call to rank 0, which forwards it to the other ranks over Dask connections:
 
@@ -57,15 +58,15 @@ class Runtime:
     """The rows of a replica, if they may migrate to other replicas; otherwise None."""
 
     def run(self, call: Call) -> Outcome:
-        """Run a node unless it has its commit already, and return the outcome."""
+        """Return the outcome of a call. Run the call's node first, unless the node has a commit already."""
         raise NotImplementedError
 
     def set_fetcher(self, fetcher: Fetcher) -> None:
         """Use `fetcher` from now on to get versions of the weights that this host lacks."""
 
     def load_in_flight(self, version: int) -> None:
-        """Load a version for the rows in flight, if there are any and the engine updates in flight. Raises StoreError
-        or OSError if the version cannot be read."""
+        """Load a version of the weights for the rows in flight. Do nothing if no rows are in flight, or if the engine
+        takes no new weights while rows are in flight. Raises StoreError or OSError if the version cannot be read."""
 
     def sleep(self) -> None:
         """Free the devices until the next call. Do nothing if they are free. Raises RuntimeError during a call."""
@@ -107,8 +108,8 @@ def open_rendezvous(spec: WorkerSpec) -> str:
 
 def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
     """Make this process the worker that `spec` describes, and close the worker that it was before. `rendezvous`:
-    address where the ranks of its gang find each other, if the gang has several ranks. Raises WorkerLost if this is
-    rank 0 and another process opened the rendezvous."""
+    address where the ranks of the worker's gang find each other, if the gang has several ranks. Raises WorkerLost if
+    this is rank 0 and another process opened the rendezvous."""
     global _resident, _listening
     if rendezvous is not None:
         spec = replace(spec, rendezvous=rendezvous)
@@ -142,7 +143,8 @@ def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
 
 
 def _write_to(path: Path, headline: str) -> None:
-    """Append to a file everything that this process prints from now on, also output of native code and of a crash."""
+    """Append `headline` to a file, and from now on everything that this process prints. This includes output of native
+    code and of a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -160,8 +162,8 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
     store.
 
     If a finished task's result is lost with a process, Dask runs the task again, and also its ancestors whose results
-    are gone. Such a repeated call must not reach the runtime, so it is answered from the ledger. Raises WorkerLost if
-    the ledger has no commit of the node."""
+    are gone. Such a repeated call must not reach the runtime, so it is answered from the ledger. It raises
+    WorkerLost if the ledger has no commit of the node. Raises PeerFailed if another rank of the gang failed."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
@@ -184,7 +186,7 @@ def _is_for_this_process(call: Call) -> bool:
 
 
 def run_node(call: Call) -> Outcome:
-    """Run one attempt at a node.
+    """Run one attempt at a node in this process, and return its outcome.
 
     Raises:
         WorkerLost: this process was not built for the call, or has begun the call before.
@@ -211,7 +213,8 @@ class PeerFailed(RuntimeError):
 
 
 def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
-    """Let rank 0 run calls in this process, one after another."""
+    """Register the Dask handler `RUN`, with which rank 0 runs calls in this process, one after another. `run`: runs a
+    call and returns its outcome."""
 
     async def answer(call: bytes) -> dict[str, str]:
         sent: Call = pickle.loads(call)

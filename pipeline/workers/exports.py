@@ -28,8 +28,8 @@ class BackgroundWriter:
         self._pending: dict[str, Future[None]] = {}
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
-        """Hand a piece of work to the thread, after waiting for the earlier piece of the same name. Raises the error of
-        the earlier piece."""
+        """Wait for the pending piece of this name, if there is one, then give `work` to the thread. If the pending
+        piece failed, raise its error instead, and do not give `work` to the thread."""
         self.wait_for(name)
         self._pending[name] = self._thread.submit(work)
 

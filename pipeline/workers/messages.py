@@ -44,7 +44,7 @@ class MirrorSpec:
     board: str
     """Directory of the host's board."""
     publisher: str
-    """Name of the worker that publishes."""
+    """Name of the worker that publishes the weights."""
     timeout_s: float
     """Seconds without new bytes of a version after which its transfer fails."""
     message_timeout_s: float
@@ -209,7 +209,7 @@ class SleepReport:
 
 @dataclass(frozen=True)
 class MigrationOrder:
-    """The driver's order to a replica: send these rows to another."""
+    """The driver's order to a replica (the source): send these rows to another replica."""
 
     number: int
     gang: str

@@ -9,9 +9,9 @@ the version that it needs.
     a gang is idle ──► sleep ──► the engine frees its cache, models move to the host ──► SleepReport
     the next call  ──► the worker moves back what it needs
 
-Only one of the gangs that share devices (`placement.device_sharing`) holds them at a time. The next gang may use them
-when all workers of the present holder have reported. The driver repeats an order, since it may be lost. A worker does
-not carry out a repeated order again: it only repeats its report.
+Only one of the gangs that share devices (`placement.device_sharing`) holds them at a time. The next gang may use the
+devices when all workers of the present holder have sent a SleepReport. The driver repeats an order, since it may be
+lost. A worker does not carry out a repeated order again: it only repeats its report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage import codec
 from storage.errors import StoreError
 
 TAKE = "stageline_take_weights"
-"""Name of the Dask handler that receives this order."""
+"""Name of the Dask handler that receives orders to load a version of the weights."""
 
 
 def accept_refit_orders(worker: Worker, take_weights: Callable[[int], None]) -> None:
@@ -55,7 +55,7 @@ def order_take(client: Client, workers: Iterable[str], version: int) -> None:
 # ---- sleep ------------------------------------------------------------------------------------------------
 
 SLEEP = "stageline_sleep"
-"""Name of the Dask handler that receives this order."""
+"""Name of the Dask handler that receives orders to free the devices."""
 
 
 def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], None]) -> None:

@@ -127,8 +127,8 @@ class WorkerParts:
             )
 
     def read_ahead(self, call: Call) -> Callable[[], None]:
-        """Begin to read the stored inputs of a call into the store's cache, if they are in an object store. Return a
-        function that waits until they are there."""
+        """Begin to read the stored inputs of a call into the store's cache, if the store is an object store. Return a
+        function that waits until the inputs are in the cache."""
         if self.config.storage.url is None:
             return lambda: None
         thread = ThreadPoolExecutor(1)
@@ -230,7 +230,8 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         board=WeightBoard(paths.board(config.weights_dir(spec.gang)) if spec.mirror is None else spec.mirror.board),
         numerics=software() | machine_numerics(),
     )
-    # Remove weights that a killed run left on this host, but not those whose living publisher is about to commit them.
+    # Remove weights that a killed run left on this host. Published weights stay, and so do weights that a living
+    # process may still commit.
     parts.board.tidy(lambda manifest: is_published(ledger, manifest) or _is_being_published(parts.board, manifest))
     if gang.roles & {Role.GENERATE, Role.SCORE}:
         parts.prompts = PromptTable.load(paths.prompts)
@@ -271,7 +272,8 @@ def _build_scorer(config: RunConfig) -> Scorer:
 
 
 def _is_being_published(board: WeightBoard, manifest: Manifest) -> bool:
-    """Return True if a living process wrote a version here, so that it may still be committed."""
+    """Return True if a living process may still commit this version: it wrote the version on this host, and the
+    version is no copy from another host."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 
@@ -346,7 +348,8 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
 
 
 def _end_process(log: str | None, reason: str) -> None:
-    """End this process. A replica that has lost a rank is lost as a whole, and is built again."""
+    """Write the reason beside the log, and end this process. If an engine loses one of its processes, the whole replica
+    ends, and the driver builds it again."""
     print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
     write_exit_reason(log, reason)
     os._exit(1)

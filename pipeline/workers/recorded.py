@@ -37,8 +37,8 @@ def train_recorded(
     host: ModelHost, store: RolloutStore, config: RunConfig, steps: range, state: Mapping[str, Any]
 ) -> Iterator[RecordedStep]:
     """Train the policy of `host`, and its critic if there is one, on the rollouts in `store`. The models must be at
-    version `steps.start`. Yield each step when its updates are done. `state`: the state that `advantage` of the step
-    before returned; empty at step 0. `host` must have a single rank.
+    version `steps.start`. Yield each step when its updates are done. `state`: the state that `advantage`
+    returned for the step before `steps.start`; empty at step 0. `host` must have a single rank.
 
     Raises MissingOutput or StoreError if recorded data is missing or damaged."""
     for step in steps:

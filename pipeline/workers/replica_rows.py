@@ -53,7 +53,7 @@ class ArrivingRow:
 
 
 class ReplicaRows:
-    """Tracks where the rows of this process's shards are, and is the only caller of `MigratingEngine`'s migration."""
+    """Tracks where the rows of this process's shards are, and alone calls the engine's migration methods."""
 
     def __init__(self, engine: VersionedEngine, timeout_s: float) -> None:
         """`timeout_s`: seconds without a message after which a replica that accepted rows counts as lost."""
@@ -61,7 +61,7 @@ class ReplicaRows:
         self._engine, self._rows = engine, engine.migratable
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
-        """Guards the fields below. No method of the engine is called under it."""
+        """Guards the fields below. No method of the engine is called while it is held."""
         self._shards: list[Shard] = []
         self._here: frozenset[RowKey] = frozenset()
         self._elsewhere: dict[int, RowKey] = {}
@@ -141,5 +141,5 @@ class ReplicaRows:
         self._rows.give_back(tickets)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets whose rows are in other replicas and whose callers still wait."""
+        """Return those of `tickets` whose rows are in other replicas and whose callers still wait."""
         return self._rows.tickets_awaited(tickets)

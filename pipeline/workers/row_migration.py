@@ -3,20 +3,21 @@ the scheduler or the driver.
 
     driver          source (its shards wait)                   target
     ──────          ────────────────────────                   ──────
-    order ────────► for each of its rows, in turn:
-                    connects; copies a part, the row
-                    goes on decoding, the next ... ──parts───► keeps them
+    order ────────► for each row of the order, in turn:
+                    connects; copies parts of the
+                    row while the row decodes      ──parts───► keeps the parts
                     "is all there?"                ──────────► yes    (or: refused, with the reason)
-                    takes the row out              ──rest────► accepts it
+                    takes the row out              ──rest────► accepts the row
           ◄─done──                               ◄─accepted──     (or: refused, with the reason)
-                    returns it to its caller     ◄─finished──  when it is finished; a heartbeat every second
-                    its caller has left          ──dropped───► drops it
-                    connection lost or silent:                 connection lost: drops it
-                    continues it itself
+                    gives the row to its caller  ◄─finished──  when the row is finished; a heartbeat every second
+                    the caller has left          ──dropped───► drops the row
+                    connection lost or silent:                 connection lost: drops the row
+                    continues the row
 
-If either side dies before the row is taken out, the effect on the row is the same as without a migration. After that,
-the source keeps everything that it needs to continue the row, since it commits the row's shard. When the connection
-ends, each side acts alone, and what the target still computes is discarded. Arrays are sent as frames, without a copy.
+If either side dies before the row is taken out, the effect on the row is the same as without a migration. After the row
+is taken out, the source keeps everything that it needs to continue the row, since the source commits the row's shard.
+When the connection ends, each side acts alone, and the target's further results are discarded. Arrays are sent as
+frames, without a copy.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def open_for_rows(worker: Worker, spec: WorkerSpec, rows: ReplicaRows) -> None:
 
 @dataclass
 class _Sender:
-    """Owns the source's side of a migration order, and counts what it costs."""
+    """Owns the source's side of a migration order, and counts the order's rows, bytes and seconds."""
 
     worker: Worker
     rows: ReplicaRows
@@ -115,7 +116,7 @@ class _Sender:
         report(MigrationDone(*numbers, *counts, self.rows.waiting, refusal))
 
     async def _send(self, target: str, request: MigrationRequest) -> str | None:
-        """Send a row, unless it has ended by then. Return the reason if the target refuses it, else None. Raises
+        """Send a row, unless the row has ended here. Return the reason if the target refuses the row, else None. Raises
         OSError or TimeoutError if the target is lost. A row that the target did not accept continues here."""
         timeout_s = self.rows.timeout_s
         comm: Comm = await connect(target, timeout=timeout_s, **self.worker.connection_args)
@@ -174,8 +175,8 @@ async def _request(comm: Comm, message: dict[str, Any], timeout_s: float) -> dic
 
 
 async def _collect(comm: Comm, rows: ReplicaRows, ticket: int) -> None:
-    """Wait until another replica has finished a row that it accepted, and give the row to its caller. If that replica
-    is lost or cannot finish the row, continue the row here."""
+    """Wait until the target has finished an accepted row, and give the row to its caller here. If the target is lost
+    or cannot finish the row, continue the row here. If the caller has left, tell the target to drop the row."""
     delivered = False
     try:
         while not delivered:
@@ -214,8 +215,8 @@ async def _receive(comm: Comm, rows: ReplicaRows, version: int) -> None:
 
 
 async def _arrived(comm: Comm, rows: ReplicaRows, version: int, arrival: ExitStack) -> AcceptedRows | None:
-    """Receive the parts of a row, then the row, and return the accepted row. Return None if it is refused. Raises
-    OSError or TimeoutError if the source is lost or ends the migration."""
+    """Receive the parts of a row, then the row, and return the accepted row. Return None if the row is refused.
+    Raises OSError or TimeoutError if the source is lost or ends the migration."""
     refusal: str | None = None
     held_s = 0.0
     arriving: ArrivingRow | None = None

@@ -50,7 +50,7 @@ class StageRuntime(Runtime):
         self._last_sequence = -1
 
     def run(self, call: Call) -> Outcome:
-        """Run a node unless it has its commit already, and return the outcome."""
+        """Return the outcome of a call. Run the call's node first, unless the node has a commit already."""
         spec, clock = self.parts.spec, self.parts.clock
         started, clock.seconds = time.time(), 0.0
         if spec.size > 1 and call.sequence is not None:

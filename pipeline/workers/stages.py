@@ -102,7 +102,7 @@ def compute_reference_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
 
 
 def compute_policy_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
-    """Compute the proximal policy's log-probs of the sampled tokens, with the version that the step trains."""
+    """Compute the log-probs of the sampled tokens under the proximal policy: the version that the step trains."""
     host, rollout = require_part(parts.updates).model_at(Role.POLICY, call.version), parts.read_record(call.inputs[0])
     record = logprob(host, rollout)
     return StageOutput(record, host.trunk_counts(), weight_versions=(call.version,), mask=rollout.response_mask)
@@ -128,7 +128,8 @@ def compute_values(parts: WorkerParts, call: Call) -> StageOutput:
 
 def score_shard(parts: WorkerParts, call: Call) -> StageOutput:
     """Score each response of a training or an evaluation shard. Reward parts that count their requests and costs
-    add the metrics judge/PART/requests and judge/PART/cost."""
+    add the metrics judge/PART/requests and judge/PART/cost. If the gang's ranks divide the reward models, ranks other
+    than 0 only take part in the computation and return no record."""
     held_out = call.address.stage.startswith("evaluate")
     rollout: Rollout = parts.read_record(call.inputs[0])
     if parts.spec.index and parts.gang.divides_scorers:
@@ -150,7 +151,7 @@ def score_rollout(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Sc
 
 
 def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
-    """Return the arguments for `score`. `follow` takes the same arguments."""
+    """Return the arguments for `score`. The other ranks of a gang call `follow` with the same arguments."""
     scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
     rewards = scorer.held_out if held_out else scorer.training
     return rewards, scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
@@ -190,8 +191,8 @@ class MismatchAlarm(RuntimeError):
 
 
 def generate_shard(parts: WorkerParts, call: Call) -> StageOutput:
-    """Generate responses to the prompts of a step's shard, with the version of the call, or a newer one if the engine
-    updates in flight."""
+    """Generate responses to the prompts of a step's shard with the call's version of the weights. If the engine takes
+    new weights while rows are in flight, later tokens may be of newer versions."""
     config, where = parts.config, call.address
     prompts = training_prompts(
         require_part(parts.prompts),
@@ -317,13 +318,13 @@ def update(parts: WorkerParts, call: Call, *, role: Role) -> Commit | None:
     updates = require_part(parts.updates)
     winner = updates.update(role, call.address.step, commit)
     if call.address.step + 1 == parts.config.steps:
-        updates.background.wait_for_all()  # no later call would wait for it
+        updates.background.wait_for_all()  # no later call would wait for the writes
     return winner
 
 
 def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
-    """Publish a version of the policy, and export it if the config asks for this version. Publish it again if it has a
-    commit but its weights, which are kept in memory, are gone."""
+    """Publish a version of the policy, and export it if the config asks for this version. Return the commit on rank 0,
+    and None on other ranks. A version that has a commit is published again if its weights are gone from memory."""
     version, config = call.version, parts.config
     started = time.time()
     host = require_part(parts.updates).model_at(Role.POLICY, version)

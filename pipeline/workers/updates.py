@@ -2,8 +2,8 @@
 
 The resident policy and critic each have a version. Before a node that needs version i runs, `model_at` brings the model
 to this version. Usually the model has it already. If this process is new, or an update failed half-way, it loads the
-newest checkpoint c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. A replayed
-update must give the digest that its commit holds.
+newest checkpoint c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. In the
+layout that made the commits, a replayed update must give the digest in its commit.
 
     newest checkpoint c ──► saved with the digest that update c-1 committed? ──► every byte verified? ──► loads? ──►
     digest of the weights as saved? ──► updates c .. i-1
@@ -99,8 +99,8 @@ class ExactlyOnceUpdates:
         warn: Callable[[str], None] = print,
     ) -> None:
         """`same_layout`: True if the models have the layout that made the commits, so that a replayed update must give
-        the committed digest. Checkpoints are loaded in either case. `bookkeeping`: entered while the store is read, so
-        that its time does not count as training. `warn`: called on rank 0 with a warning for people."""
+        the committed digest. Checkpoints are loaded in either case. `bookkeeping`: context in which the store is read,
+        so that the time of reading does not count as training. `warn`: called on rank 0 with a warning for people."""
         self.host = host
         self._rank = rank
         self._ranks = ranks
@@ -129,7 +129,7 @@ class ExactlyOnceUpdates:
         """Bring the model of `role` to `version`, and return the host.
 
         Raises:
-            ReplayMismatch: a replayed update gave another digest.
+            ReplayMismatch: a replayed update gave another digest than its commit holds (in the layout that made it).
             MissingOutput: one of the updates that lead to `version` was never committed.
         """
         host = self.host
@@ -169,15 +169,16 @@ class ExactlyOnceUpdates:
         return winner if self._rank == 0 else None
 
     def replay(self, role: Role, step: int) -> tuple[str, str]:
-        """Train version `step` once more from the stored inputs. Return (the committed digest, the digest now). Works
+        """Run the update of `step` once more on its stored inputs. Return (the committed digest, the digest now). Works
         with one rank only."""
         ((_, committed, made),) = self.replay_all(role, range(step, step + 1))
         return committed, made
 
     def replay_all(self, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
-        """Train these versions once more, one after another, from the stored inputs. Yield (step, committed digest,
-        digest now). Works with one rank only. In the layout that made the commits, it ends after the first difference,
-        since later commits were trained from other weights. Raises MissingOutput if an update has no commit."""
+        """Run the updates of these steps once more, one after another, on their stored inputs. Yield (step, committed
+        digest, digest now). Works with one rank only. In the layout that made the commits, the iterator ends after the
+        first difference, since later commits were trained from other weights. Raises MissingOutput if an update has no
+        commit."""
         for step in steps:
             commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
             if commit is None:
@@ -208,7 +209,7 @@ class ExactlyOnceUpdates:
         return self.host.update_policy(step, batch)
 
     def train_without_commit(self, role: Role, step: int) -> None:
-        """Train version `step` from the stored inputs, whether or not this update is committed. Write nothing."""
+        """Run the update of `step` on its stored inputs, whether or not the update is committed. Write nothing."""
         self.model_at(role, step)
         self._train(role, step)
 
@@ -286,7 +287,7 @@ class ExactlyOnceUpdates:
         return fault
 
     def _first_fault_of_ranks(self, fault: str | None) -> str | None:
-        """Return, on every rank, the fault of the first rank that has one."""
+        """Return, on every rank, the fault of the first rank that has one. Return None if no rank has a fault."""
         if self._ranks == 1:
             return fault
         faults: list[str | None] = [None] * self._ranks

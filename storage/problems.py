@@ -141,8 +141,8 @@ def unread_problems(key: str, section: Any, why: str, names: Collection[str] | N
 
 
 def setting_problems(section: Any, key: str = "") -> Iterator[Problem]:
-    """Yield the values of a section, and of the sections in it, that break a constraint of their own setting. `key`:
-    the section's path."""
+    """Yield a problem for each value in a section, and in the sections in it, that breaks a constraint of its own
+    setting. `key`: the section's path."""
     for name, constraints in constraints_of(section).items():
         path, value = f"{key}.{name}" if key else name, getattr(section, name)
         for constraint in constraints:

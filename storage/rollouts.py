@@ -354,8 +354,8 @@ class RolloutStore:
             write_dropped(self._run, step)
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
-        """Yield a text for each fault that a plain Zarr reader meets: an array of the commit that it does not find or
-        cannot read, or whose numbers differ from the committed ones."""
+        """Yield a text for each fault that a plain Zarr reader meets: an array of the commit that the reader does
+        not find or cannot read, or that has other numbers than the committed ones."""
         for key in ("zarr.json", f"{_group(commit.address)}/zarr.json") if commit.arrays else ():
             if not is_group(files.read(self._data, key)):
                 yield f"{self._data.at(key)}: is not what was written: plain Zarr does not find the arrays below it"

@@ -2,9 +2,8 @@
 
     forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine | policy + critic |
                 reference;  engine and trainer on the same devices
-    counts_of   numbers of devices that a gang may have. Gangs on a host without GPUs share its cores (`cores`):
-    together
-                they may have more threads than there are cores
+    counts_of   numbers of devices that a gang may have. On a host without GPUs all gangs share its cores (`cores`), and
+                together they may have more threads than there are cores
     assembled   the config with settings of each gang
 
 Module `options` finds the settings of one gang, and module `search` finds the best combination. Pure.
@@ -136,7 +135,7 @@ def device_counts(devices: int, per_node: int) -> list[int]:
 
 def counts_of(space: Space) -> list[int]:
     """Return the numbers of GPUs, or of threads on a host without GPUs, that a gang may have. On a host with more than
-    8 cores these are 1, 2, 3, 4, 6, 8, 12, ... threads. On a host with fewer cores any number is possible."""
+    8 cores these are 1, 2, 3, 4, 6, 8, 12, ... threads. On a host with up to 8 cores any number is possible."""
     if space.cores is None:
         return device_counts(space.devices, space.cluster.gpus_per_node)
     return device_counts(space.devices, 8 if space.devices <= 8 else 1)

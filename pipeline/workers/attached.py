@@ -179,7 +179,8 @@ class _AttachedWorker:
 
     async def _find(self) -> tuple[SchedulerFile, Comm]:
         """Return a scheduler file and a connection to the driver that wrote it. The file of a killed driver is skipped
-        as soon as the next driver has written its own file."""
+        as soon as the next driver has written its own file. Raises WorkerRefused if no driver answers in time, if
+        the file is invalid, or if its run has no such worker."""
         give_up, why = time.monotonic() + self._options.wait_s, ""
         while True:
             path = self._options.file or _newest_file(self._options.run_dir)

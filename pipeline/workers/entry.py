@@ -1,8 +1,8 @@
 """Entry points in a Dask worker: turn the process into a rank or a replica, then run nodes.
 
-The runtime is a module global, because a Dask task is a plain function and models outlive tasks. A process that was
-started again after a death has no runtime. Calls to this process raise WorkerLost, and the driver builds the worker
-again.
+The runtime is a module global, because a Dask task is a plain function and models outlive tasks. If a worker's
+process dies, a new process takes its place and has no runtime yet. Calls to the new process raise WorkerLost, and the
+driver builds the worker again.
 
 The driver sends a gang's call to rank 0, which forwards it to the other ranks over Dask connections:
 
@@ -44,7 +44,7 @@ from storage import codec
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 
-if TYPE_CHECKING:  # they import torch, which the driver does not load
+if TYPE_CHECKING:  # this module imports torch, which the driver does not load
     from pipeline.workers.replica_rows import ReplicaRows
 
 

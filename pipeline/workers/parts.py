@@ -51,8 +51,8 @@ from storage.weight_copies import is_copy
 from storage.weights import Manifest, WeightBoard, owner_alive
 
 RECENT_BYTES = 64 << 20
-"""Maximum number of bytes of records that a worker keeps in memory, since `reference`, `logprob`, `value` and both
-updates of a step read the same rows."""
+"""Maximum number of bytes of records that a worker keeps in memory. It keeps records because `reference`, `logprob`,
+`value` and both updates of a step read the same rows."""
 
 Held = TypeVar("Held")
 

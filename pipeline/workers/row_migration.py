@@ -39,7 +39,7 @@ from pipeline.workers.messages import REPORTS, MigrationDone, MigrationOrder, Ro
 from stages.engines.row_loads import COPY_POSITIONS, MigrationRequest
 from storage import codec
 
-if TYPE_CHECKING:  # they import torch, which the driver does not load
+if TYPE_CHECKING:  # these modules import torch, which the driver does not load
     from pipeline.workers.replica_rows import ArrivingRow, ReplicaRows
     from stages.engines.embedded.migration import AcceptedRows, CopiedPart
 

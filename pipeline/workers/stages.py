@@ -60,7 +60,7 @@ class StageOutput:
     """The result of a `ComputedStage`, before it is stored."""
 
     record: Record | None
-    """None on ranks that hold no part of the result."""
+    """The record to store. None on ranks that hold no part of the result."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     """JSON that the next step's node reads from the commit."""
@@ -249,9 +249,9 @@ def _run_in_engine(
     *,
     exact: bool,
 ) -> tuple[Answer, int]:
-    """Call `run` with the engine, while the engine has the call's version of the weights. Unless `exact`, it may also
-    have a newer version. Call `run` again if rows came back from other replicas and the engine no longer has their
-    weights (RowsLost). Return the result of `run`, and how many of the rows (`keys`) other replicas finished."""
+    """Call `run` with the engine, while the engine has the call's version of the weights. Unless `exact`, the engine
+    may also have a newer version. Call `run` again if rows came back from other replicas and the engine no longer has
+    their weights (RowsLost). Return the result of `run`, and how many of the rows (`keys`) other replicas finished."""
     rows = parts.rows
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
@@ -355,7 +355,7 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
-        # This process has no other export in progress, so a dead process began every other unfinished one. Later
+        # This process has no other export in progress, so dead processes began all other unfinished exports. Later
         # versions are exported when they are published again.
         exports = parts.config.stored.exports()
         for unfinished in require_part(parts.updates).broadcast_from_rank_0(lambda: exports.clear_unfinished(version)):

@@ -42,9 +42,9 @@ from storage.rollouts import RolloutStore
 
 
 def expected_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
-    """Return the meta data that a checkpoint of this version must have. None for version 0, and if the update that made
-    the version has no commit. The meta data hold the digest in that commit, so another run's complete checkpoint is
-    refused. The digest covers the whole model in any layout."""
+    """Return the meta data that a checkpoint of this version must have. Return None for version 0, and if the update
+    that made the version has no commit. The meta data hold the digest in that commit, so another run's complete
+    checkpoint is refused. The digest covers the whole model in any layout."""
     commit = ledger.find(Address(UPDATE_STAGE[role], version - 1)) if version else None
     return None if commit is None else _meta(str(commit.digest))
 

@@ -543,8 +543,8 @@ def in_attempt(key: str) -> str:
 
 
 def pack(contents: Mapping[str, bytes]) -> bytes:
-    """Return an attempt's files (name -> content) as one object: a line with a checksum of the rest, then a line of
-    JSON with the names and sizes of the files, then the files one after the other."""
+    """Return an attempt's files (name -> content) as one object. Its first line is a checksum of the rest. Its second
+    line has the names and sizes of the files, as JSON. The files follow, one after the other."""
     listed = json.dumps([[name, len(data)] for name, data in contents.items()])
     rest = b"".join((listed.encode(), b"\n", *contents.values()))
     return checksum(rest).encode() + b"\n" + rest

@@ -13,8 +13,9 @@ names its .bin, so that two publishers of one version cannot mix their files. A 
 leave a .bin without a manifest; the next publish of that version removes it. Publisher and readers must see each
 other's pids (one host, one pid namespace).
 
-Several processes of a host can write one version together. One opens an `attempt`, all put their parts of the tensors
-at their places, then each computes the checksums of some tensors, and the first one links the manifest:
+Several processes of a host can write one version together. One process opens an `attempt`. All processes put their
+parts of the tensors at the tensors' places. Then each process computes the checksums of some tensors, and the process
+that opened the attempt links the manifest:
 
     attempt(version, places) ──► put(part) … put(part) ──► sums(places) ──► finish(sums)
 

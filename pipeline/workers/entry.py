@@ -156,14 +156,15 @@ def _write_to(path: Path, headline: str) -> None:
 
 
 def run_node_task(call: Call, *parents: object) -> Ref | None:
-    """Run a node as a Dask task, and report its outcome to the driver in a message. (The driver would have to fetch a
-    task's result from this process, which may have died or been stopped by then.) Return the reference of the node's
-    commit. `parents`: the parents' references, which Dask needs for its edges. The node reads its inputs from the
-    store.
+    """Run a node as a Dask task, and return the reference of the node's commit. Report the outcome to the driver in a
+    message. (The driver would have to fetch a task's result from this process. The process may have died or been
+    stopped by then.) `parents`: the parents' references, which Dask needs for its edges. The node reads its inputs from
+    the store.
 
-    If a finished task's result is lost with a process, Dask runs the task again, and also its ancestors whose results
-    are gone. Such a repeated call must not reach the runtime, so it is answered from the ledger. It raises
-    WorkerLost if the ledger has no commit of the node. Raises PeerFailed if another rank of the gang failed."""
+    If a finished task's result is lost with a process, Dask runs the task again. It also runs the task's ancestors
+    again if their results are gone. Such a repeated call must not reach the runtime, so it is answered from the ledger.
+    It raises WorkerLost if the ledger has no commit of the node. Raises PeerFailed if another rank of the gang
+    failed."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None

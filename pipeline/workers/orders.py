@@ -10,8 +10,8 @@ the version that it needs.
     the next call  ──► the worker moves back what it needs
 
 Only one of the gangs that share devices (`placement.device_sharing`) holds them at a time. The next gang may use the
-devices when all workers of the present holder have sent a SleepReport. The driver repeats an order, since it may be
-lost. A worker does not carry out a repeated order again: it only repeats its report.
+devices when each worker of the present holder has reported that it freed them, or is lost. The driver repeats an order,
+since it may be lost. A worker does not carry out a repeated order again: it only repeats its report.
 """
 
 from __future__ import annotations

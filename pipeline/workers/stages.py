@@ -3,8 +3,13 @@
     Call ──► binding_of(stage) ─┬─► ComputedStage.compute: inputs ──► StageOutput, which the runtime stores and commits
                                 └─► SelfCommittingStage.run: changes or publishes weights, and commits by itself
 
-Sections: stages that apply a model without changing it (every rank of the gang takes part), scoring and advantages,
-sampling with an engine, updates and publication, and `STAGES`, the table of bindings.
+The sections of this file:
+
+- models: stages that apply a model without changing it; every rank of the gang takes part
+- scoring and advantages
+- sampling with an engine
+- weights: updates and publication
+- registry: `STAGES`, the table of bindings
 
 To add a stage: write a pure function in `stages/`, add its role and nodes to `pipeline/graph/graph.py`, and add a
 binding here (a line in `STAGES`).

@@ -255,8 +255,8 @@ class RolloutStore:
 
     def finalise(self) -> None:
         """Move the files of all committed attempts to their chunk keys, and remove all attempts. Nothing is removed if
-        the object of a committed attempt is damaged (`recover`). For a driver at the end, when every node has its
-        commit and no worker is running."""
+        the object of a committed attempt is damaged (`recover`). Only a driver that ends may call this: every node must
+        have its commit, and no worker may run."""
         self.recover()
         commits = ((self._ledger.find(address), attempt) for address, attempt in self.attempts())
         if not any(commit is not None and commit.attempt == attempt for commit, attempt in commits):
@@ -372,7 +372,7 @@ class RolloutStore:
 
     def read_uncommitted(self, address: Address, name: str) -> np.ndarray | None:
         """Return the array of a shard whose commit is lost, without a check of its CRC-32. Return None if plain Zarr
-        cannot read it."""
+        cannot read the array."""
         try:
             return self._plain(address, name, self._layout(address).rows_per_shard)
         except _UNREADABLE:
@@ -482,8 +482,8 @@ class RolloutStore:
             files.remove(self._attempts, key + _PACKED)
 
     def _read_packed(self, commit: Commit) -> dict[str, bytes] | None:
-        """Return the files of an attempt in an object store (name -> content); None if they are not there (any more).
-        Raises DamagedAttempt if their object is damaged."""
+        """Return the files of an attempt in an object store (name -> content); None if their object does not exist (any
+        more). Raises DamagedAttempt if the object is damaged."""
         key = attempt_key(commit.address, commit.attempt) + _PACKED
         data = files.read(self._attempts, key)
         return None if data is None else unpack(data, self._attempts.at(key))
@@ -647,7 +647,8 @@ def write_root(
 
 
 def read_root_array(run: files.Root, name: str) -> np.ndarray | None:
-    """Return an array of the store's root, or None if it does not exist. Raises StoreError if it is damaged."""
+    """Return an array of the store's root, or None if there is no such array. Raises StoreError if the array is
+    damaged."""
     store = run.below(_STORE)
     if files.read(store, f"{name}/zarr.json") is None:
         return None

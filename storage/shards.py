@@ -177,7 +177,8 @@ def encode_whole(array: np.ndarray, dimension: str, attributes: Mapping[str, Any
 
 
 def shards_of(layout: Layout, address: Address, rows: int) -> range:
-    """Return the shards that a record of `rows` rows fills. Raises ValueError if it fills neither one shard nor all."""
+    """Return the shards that a record of `rows` rows fills. Raises ValueError if the record fills neither one shard nor
+    all shards."""
     if rows == layout.rows_per_shard and address.shard < layout.num_shards:
         return range(address.shard, address.shard + 1)
     if rows == layout.num_rows and address.shard == 0:

@@ -58,7 +58,7 @@ def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bo
                 take_lock(lock, path, wait_s, progress=arrived)
             if is_named(lock, path):
                 break
-            stack.pop_all().close()  # its former holder removed this file: open the new one
+            stack.pop_all().close()  # the lock's former holder removed this file: open the new file
         stack.callback(path.unlink, missing_ok=True)
         for left in board.directory.glob(f"{stem(version)}-*{_COPY}*"):  # files of earlier holders that died
             manifest = board.manifest(version)
@@ -82,8 +82,8 @@ def is_copy(manifest: Manifest) -> bool:
 
 
 class IncomingVersion(Closing):
-    """The files of a version that is arriving. If it is closed before `finish`, it leaves no files. Only the holder
-    of `receiving` may use it."""
+    """The files of a version that is arriving. If this object is closed before `finish`, no files are left. Only the
+    holder of `receiving` may use this object."""
 
     def __init__(self, board: WeightBoard, manifest: Manifest) -> None:
         """Create the files. `manifest`: manifest of the sending board. Raises OSError if there is no space."""
@@ -194,13 +194,13 @@ class OutgoingVersion(Closing):
         has ended."""
         there = os.fstat(self._file)
         if there.st_size < self.manifest.file_bytes and (there.st_nlink == 0 or not owner_alive(self._path)):
-            there = os.fstat(self._file)  # its receiver may have finished it, and ended, since we looked
+            there = os.fstat(self._file)  # the receiver may have finished, and ended, since we looked
             if there.st_size < self.manifest.file_bytes:
                 raise MissingOutput(f"weights v{self.manifest.version}: whoever received them is gone")
         return there.st_size
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes that are ready, mapped without a copy. They stay valid after `close`. `offset` must be a
+        """Return bytes that are ready, mapped without a copy. The bytes stay valid after `close`. `offset` must be a
         multiple of the page size."""
         return memoryview(mmap.mmap(self._file, nbytes, prot=mmap.PROT_READ, offset=offset))
 

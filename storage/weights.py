@@ -188,8 +188,8 @@ class WeightBoard(Closing):
 
     @contextlib.contextmanager
     def attempt(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightAttempt]:
-        """Return a context in which a version can be written. When it ends, the attempt's file is removed unless it has
-        become the version's file. Raises ValueError if the version exists already with other places."""
+        """Return a context in which a version can be written. When the context ends, the attempt's file is removed
+        unless it has become the version's file. Raises ValueError if the version exists already with other places."""
         existing = self.manifest(version)
         if existing is not None:
             begun = WeightAttempt(version, existing.file, places, exists=True)
@@ -239,9 +239,9 @@ class WeightBoard(Closing):
         return sums
 
     def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
-        """Make a version exist. All its parts must have been written. Return the manifest that exists then: the
-        manifest of this attempt, or of a faster publisher. Raises ValueError if that manifest has other tensors than
-        this attempt."""
+        """Make a version exist. All parts of its tensors must have been written. Return the manifest that exists then:
+        the manifest of this attempt, or of a faster publisher. Raises ValueError if that manifest has other tensors
+        than this attempt."""
         infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
         manifest = Manifest(attempt.version, attempt.file, infos, _digest(infos))
         staged = (self.directory / attempt.file).with_suffix(".manifest")
@@ -347,8 +347,9 @@ class WeightBoard(Closing):
             staged.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> IO[bytes]:
-        """Return a file to write into: the spare one if there is one, else an empty one. The pages of the spare need
-        not be allocated and zeroed, which takes longer than writing. Two publishers cannot get the same file."""
+        """Return a file to write into: the spare file (`_spare`) if it exists, else an empty file. The pages of the
+        spare file need not be allocated and zeroed, which takes longer than writing. Two publishers cannot get the same
+        file."""
         try:
             self._spare.rename(path)
         except FileNotFoundError:

@@ -223,8 +223,8 @@ def graph_of_steps(config: RunConfig) -> GraphSpec:
 def gang_settings(space: Space, roles: frozenset[Role]) -> GangConfig:
     """Return the settings to begin with for a gang of these roles. `threads` is copied from the config's gang that has
     the first of these roles (in the order generate, policy, critic, reference). If the roles include policy and critic,
-    `offload` is copied from it too. All other settings are defaults, because the values of the config's gang may not
-    suit."""
+    `offload` is copied from the same gang. All other settings are defaults, because the values of the config's gang may
+    not suit."""
     placement = space.base.placement
     first = next(role for role in (Role.GENERATE, Role.POLICY, Role.CRITIC, Role.REFERENCE) if role in roles)
     settings = placement.gangs[placement.roles[first]]

@@ -264,9 +264,9 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
-    """Return the number of blocks that a pipeline stage computes in a pass. This is its share of all blocks if the
-    frozen blocks are computed (`trunk`) or if all blocks are frozen. Else it is its share of the blocks above the
-    frozen ones."""
+    """Return the number of blocks that a pipeline stage computes in a pass. This is the stage's share of all blocks
+    if the frozen blocks are computed (`trunk`) or if all blocks are frozen. Else it is the stage's share of the blocks
+    above the frozen blocks."""
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 
@@ -305,9 +305,9 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers
 
 
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> Numbers:
-    """Return the operations of a backward pass. For each matrix product of the forward pass there are two (the
-    gradients of its input and of its weight), or one if its weight is frozen. With LoRA, the adapters' products of the
-    forward and the backward pass are added."""
+    """Return the operations of a backward pass. For each matrix product of the forward pass, the backward pass has two
+    products (for the gradients of the input and of the weight), or one if the weight is frozen. With LoRA, the
+    adapters' products of the forward and the backward pass are added."""
     operations, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
     if model.lora.rank:

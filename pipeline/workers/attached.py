@@ -291,7 +291,7 @@ async def _wait_for_end(comm: Comm) -> EndReason:
 
 
 async def _kill_worker(nanny: Nanny) -> None:
-    """End the worker process at once, whatever it is doing. It is not restarted."""
+    """End the worker process at once, whatever it is doing. The nanny does not restart it."""
     nanny.close_gracefully()
     if nanny.pid is not None:
         with suppress(ProcessLookupError):

@@ -108,7 +108,7 @@ class RolloutStore:
         `attempts/` are created in it.
 
         `recent_bytes`: maximum size of the cache of records. All readers get the same cached record. `writeback`: the
-        thread that settles what `write` commits; the caller closes it. Without it `write` settles by itself.
+        thread that settles what `write` commits; the caller closes it. Without `writeback`, `write` settles by itself.
         """
         run = files.open_root(url, durability)
         self._data = run.below(_STORE)
@@ -197,8 +197,8 @@ class RolloutStore:
         """Do the last part of `write`: bring a committed attempt's files to their chunk keys. May be called at any time
         after the commit, any number of times, and by several processes at once.
 
-        `contents`: name -> content of the attempt's files, if known. They are used only with an object store: it cannot
-        rename files, so they are written again at their chunk keys."""
+        `contents`: name -> content of the attempt's files, if known. They are used only with an object store. There
+        the files are written again at their chunk keys, because an object store cannot rename files."""
         metadata = {key: data for key, data in self._metadata(commit).items() if key not in self._described}
         stored = files.map_items(self._data, lambda key: files.read(self._data, key), metadata)
         write_metadata(self._run, {key: metadata[key] for key, data in zip(metadata, stored, strict=True) if not data})

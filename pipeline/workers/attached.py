@@ -576,7 +576,7 @@ def _remove_if_unused(lock: IO[str], path: Path) -> None:
     """Remove a board and its lock, unless a process holds the lock."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if is_named(lock, path):  # otherwise it was removed, and the board belongs to a later user
+        if is_named(lock, path):  # otherwise the lock was removed, and the board belongs to a later user
             shutil.rmtree(path.with_name(path.name.removesuffix(_LOCK)), ignore_errors=True)
             path.unlink(missing_ok=True)
 
@@ -593,7 +593,7 @@ def _shared_lock(path: Path) -> IO[str]:
             raise
         if is_named(held, path):
             return held
-        held.close()  # the last user had removed it in the meantime
+        held.close()  # the last user had removed the file in the meantime
 
 
 # ---- network ---------------------------------------------------------------------------------------------
@@ -629,7 +629,7 @@ _MAX_REASON_CHARS = 500
 
 
 def write_exit_reason(log: str | None, reason: str) -> None:
-    """Write the reason of this process's end beside its log. `log`: the process's log; None: write nothing."""
+    """Write the reason why this process ends into a file beside `log`, the process's log. None: write nothing."""
     if log is not None:
         with suppress(OSError):  # the process ends even if the disk is full
             _reason_file(log).write_text(" ".join(reason.split())[:_MAX_REASON_CHARS], "utf8")

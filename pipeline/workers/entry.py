@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # this module imports torch, which the driver does not load
 
 
 class Runtime:
-    """The code that a worker process runs. `WorkerSpec.runtime` names the subclass; its constructor takes the spec. A
-    subclass without an engine or models needs only `run`."""
+    """The code that a worker process runs. `WorkerSpec.runtime` names the subclass. The constructor of the subclass
+    takes the WorkerSpec. A subclass without an engine or models needs only `run`."""
 
     numerics: Mapping[str, str] = MappingProxyType({})
     """Name -> fact on which the last bits of the worker's results depend, such as the version of a library."""
@@ -87,7 +87,8 @@ class _Resident:
 
 _resident: _Resident | None = None
 _listening: socket.socket | None = None
-"""Socket that listens at the gang's rendezvous. Only rank 0's process has it, and only until rank 0 is built."""
+"""Socket that listens at the gang's rendezvous. Only rank 0's process has this socket, and only until rank 0 is
+built."""
 _MAX_RANKS = 4096
 """Maximum number of ranks that may wait at once until rank 0 accepts their connections."""
 _MAX_REMEMBERED_CALLS = 16384

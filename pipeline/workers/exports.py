@@ -20,7 +20,7 @@ from storage.redaction import redacted_text
 class BackgroundWriter:
     """Owns a thread that does pieces of work one after the other, in the order of submission. All ranks of a gang
     submit the same pieces in the same order, so their collectives match. At most one piece of each name is pending. The
-    error of a piece that failed is raised by the next `submit` or `wait_for` with its name, or by `wait_for_all` or
+    error of a piece that failed is raised by the next `submit` or `wait_for` of the same name, or by `wait_for_all` or
     `close`."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class BackgroundWriter:
         self._pending[name] = self._thread.submit(work)
 
     def wait_for(self, name: str) -> None:
-        """Wait for the pending piece of this name, if there is one. Raises its error."""
+        """Wait for the pending piece of this name, if there is one. Raises the piece's error if the piece failed."""
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.result()

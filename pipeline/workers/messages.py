@@ -72,9 +72,9 @@ class WorkerSpec:
     listening: int | None = None
     """Descriptor of the socket that listens at `rendezvous`, in rank 0's process."""
     log: str | None = None
-    """File that the process appends its standard output and error to. None: they stay as they are."""
+    """File that the process appends its standard output and error to. None: both go where they went before."""
     mirror: MirrorSpec | None = None
-    """How the worker exchanges weights with other hosts. None: it exchanges none."""
+    """How the worker exchanges weights with other hosts. None: the worker exchanges no weights."""
 
     @property
     def name(self) -> str:
@@ -249,8 +249,8 @@ Report = Outcome | RankFailure | RowsReport | MigrationDone | SleepReport
 
 
 def slot_resource(gang: str, index: int) -> str:
-    """Return the Dask resource of a worker's slots. It pins a task to one worker of a gang. Unlike an address, it stays
-    the same when the worker gets a new process."""
+    """Return the Dask resource of a worker's slots. This resource pins a task to one worker of a gang. Unlike an
+    address, the resource stays the same when the worker gets a new process."""
     return f"{gang}.{index}"
 
 

@@ -51,7 +51,7 @@ from storage.weight_copies import is_copy
 from storage.weights import Manifest, WeightBoard, owner_alive
 
 RECENT_BYTES = 64 << 20
-"""Maximum number of bytes of records that a worker keeps in memory. It keeps records because `reference`, `logprob`,
+"""Maximum number of bytes of records that a worker keeps in memory. Records are kept because `reference`, `logprob`,
 `value` and both updates of a step read the same rows."""
 
 Held = TypeVar("Held")
@@ -157,7 +157,7 @@ class WorkerParts:
         return watched.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
-        """Return the name under which a call commits its output. It is unique even if Dask runs a call twice."""
+        """Return the name under which a call commits its output. The name is unique even if Dask runs a call twice."""
         return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
 
     def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:

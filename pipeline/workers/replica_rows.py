@@ -125,8 +125,8 @@ class ReplicaRows:
             yield arriving
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Hand over the completion of a row that another replica has finished. It goes to the caller that waits for the
-        row."""
+        """Hand over the completion of a row that another replica has finished. The completion goes to the caller that
+        waits for the row."""
         with self._lock:
             key = self._elsewhere.pop(ticket, None)
             for shard in self._shards:

@@ -153,8 +153,8 @@ class _Sender:
                     await asyncio.to_thread(self.rows.give_back, [ticket])
 
     async def _copy(self, comm: Comm, request: MigrationRequest) -> CopiedPart | None:
-        """Send keys and values of a row while it goes on decoding, up to its last full block. Return the last part, or
-        None if the row has ended or is not being decoded."""
+        """Send the keys and values of a row up to the row's last full block, while the row goes on decoding. Return the
+        last part, or None if the row has ended or is not being decoded."""
         part = await asyncio.to_thread(self.rows.copy_out, request.key, 0)
         while part is not None:
             self.held_s += part.held_s

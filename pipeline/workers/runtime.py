@@ -72,8 +72,9 @@ class StageRuntime(Runtime):
         )
 
     def _commit_once(self, call: Call, binding: ComputedStage, inputs_are_read: Callable[[], None]) -> Commit | None:
-        """Return the node's commit. If it has none, compute its output and commit it first. Return None on a rank that
-        holds no part of the output. `inputs_are_read`: waits until the node's inputs are in the store's cache."""
+        """Return the node's commit. If the node has no commit, compute its output and commit it first. Return None on a
+        rank that holds no part of the output. `inputs_are_read`: waits until the node's inputs are in the store's
+        cache."""
         parts = self.parts
         commit = parts.find_commit(call.address, closed=False)
         if commit is not None:
@@ -120,7 +121,7 @@ class StageRuntime(Runtime):
 
 
 def local_config(config: RunConfig, scratch: Path) -> RunConfig:
-    """Return the config for this process alone, with its own directory (in `scratch`) for published weights."""
+    """Return a config for this process alone, with a separate directory (in `scratch`) for published weights."""
     single = copy.deepcopy(config)
     single.cluster.weights_dir = str(scratch / "board")
     for gang in single.placement.gangs.values():
@@ -137,8 +138,8 @@ def was_held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
 
 @contextmanager
 def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[StageRuntime]:
-    """Yield a runtime in this process that has only the engine and models which these roles need. It uses as many
-    threads as a worker of the first role's gang."""
+    """Yield a runtime in this process that has only the engine and models which these roles need. The runtime uses as
+    many threads as a worker of the first role's gang."""
     check_secrets(config)
     held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)

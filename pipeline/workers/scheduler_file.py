@@ -55,7 +55,7 @@ class SchedulerFile:
 
     @property
     def shared(self) -> Path:
-        """File with the nonce. A host that reads it sees the driver's directory."""
+        """File with the nonce. A host that can read this file sees the driver's directory."""
         return RunPaths(Path(self.run_dir)).attached / f"shared-{self.stem}"
 
 
@@ -80,8 +80,9 @@ def newest_driver(run_dir: Path) -> int:
 
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
-    """Write the file, which only this user can read. It gets its name when it is complete. Raises FileExistsError if
-    the name is taken. Raises another OSError if the file cannot be written. After an error, no copy of the key is left.
+    """Write the file, which only this user can read. The file gets its name when it is complete. Raises FileExistsError
+    if the name is taken. Raises another OSError if the file cannot be written. After an error, no copy of the key is
+    left.
     """
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)

@@ -164,7 +164,7 @@ def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) ->
 
 def compute_advantages(parts: WorkerParts, call: Call) -> StageOutput:
     """Compute advantages and returns of all rows of a step, and the state for the next step. Raises MissingOutput if
-    the step before has no commit, because its state gives the KL coefficient."""
+    the step before has no commit, because the state in that commit gives the KL coefficient."""
     config, step = parts.config, call.address.step
     before = parts.ledger.get(Address("advantage", step - 1)).state if step else {}
     policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
@@ -219,8 +219,8 @@ def evaluate_shard(parts: WorkerParts, call: Call) -> StageOutput:
 
 
 def compare_canaries(parts: WorkerParts, call: Call) -> StageOutput:
-    """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if they differ too much
-    and `alarms.stop` lists `mismatch`."""
+    """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if the log-probs differ
+    too much and `alarms.stop` lists `mismatch`."""
     config = parts.config
     rollout: Rollout = parts.read_record(call.inputs[0])
     trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read_record(call.inputs[1])
@@ -355,8 +355,8 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Start to write this version's export if it still has to be written (`exported`). In this case, and always at the
-    last version, also start to write the exports that dead processes left unfinished."""
+    """Start to write this version's export if the export still has to be written (`exported`). In this case, and always
+    at the last version, also start to write the exports that dead processes left unfinished."""
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:

@@ -362,8 +362,9 @@ def variant_source(config: RunConfig) -> VariantSource:
 
 
 def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
-    """Return one text for each property in which two runs must agree to be compared. The texts contain settings, and
-    digests of the models' files from the identity. Without an identity, model paths replace the digests."""
+    """Return one text for each property that parts of a comparison depend on. If two runs differ in a property, these
+    parts are left out. The texts contain settings, and digests of the models' files from the identity. Without an
+    identity, the paths of policy, reference and tokenizer replace the digests."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
     flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})

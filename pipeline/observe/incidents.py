@@ -1,7 +1,7 @@
 """Incidents of a run: lost workers and their recovery, alarms, failed attempts, warnings. Pure functions of the
 journal's events.
 
-The display, `/stageline`, the summary and the report all use `WorkerLosses`:
+The live display, the dashboard's page `/stageline`, the summary and the report all use `WorkerLosses`:
 
     GANG_LOST ──► lost ──GANG_BUILT──► built ──end of the first update that began after the loss──► trained
 

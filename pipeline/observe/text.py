@@ -26,7 +26,7 @@ and not 0."""
 
 def format_number(value: float, *, with_sign: bool = False) -> str:
     """Return a number as text with three decimals: 0.250. If the number is too small or too large for this, the text
-    has three significant digits: 3.1e-05, 1.25e+30. NaN becomes nan. Rounding errors become 0.000.
+    has at most three significant digits: 3.1e-05, 1.25e+30. NaN becomes nan. Rounding errors become 0.000.
 
     If `with_sign` is true, 0 and positive numbers begin with +."""
     if abs(value) < _NOTHING:

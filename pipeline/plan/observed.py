@@ -43,8 +43,8 @@ class Observed:
     """Number of tokens of each response that the node worked on, without responses that are no longer stored."""
     worker: str = ""
     start_s: float = 0.0
-    """Time at which the node began its work. If its engine had to load new weights first, the time after that. Where
-    workers share cores, it is a reading of the clock of work (explained in `cores`)."""
+    """Time at which the node began its work, after any loading of new weights. Where workers share cores, it is not the
+    time of day. It is the reading of a clock that runs slower while threads outnumber cores (see `cores`)."""
     store_s: float = 0.0
     """Part of `seconds` that was spent on store and ledger; 0: not measured."""
     beside: bool = False

@@ -94,7 +94,7 @@ _POLL_S = 0.2
 """Seconds between two checks for something that does not exist yet."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
-"""Longest time to wait for the scheduler's answer to a join request."""
+"""Longest time to wait for the driver's answer to a join request."""
 _REASON_S = 2.0
 """Longest time to wait for the driver's reason after Dask has dropped the worker."""
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # these modules import torch, which the driver does not load
 MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"
 """Names of two Dask handlers: one for migration orders, and one for rows that arrive."""
 _BEAT_S = 1.0
-"""Seconds between heartbeats."""
+"""Seconds without a finished row after which the target sends a heartbeat to the source."""
 
 
 def order_migration(client: Client, source: str, order: MigrationOrder) -> None:
@@ -215,8 +215,9 @@ async def _receive(comm: Comm, rows: ReplicaRows, version: int) -> None:
 
 
 async def _arrived(comm: Comm, rows: ReplicaRows, version: int, arrival: ExitStack) -> AcceptedRows | None:
-    """Receive the parts of a row, then the row, and return the accepted row. Return None if the row is refused.
-    Raises OSError or TimeoutError if the source is lost or ends the migration."""
+    """Receive the copied parts of a row's keys and values, then the message that hands the row over, and return the
+    accepted row. Return None if this replica refuses it. Raises OSError or TimeoutError if the source is lost or ends
+    the migration."""
     refusal: str | None = None
     held_s = 0.0
     arriving: ArrivingRow | None = None

@@ -42,9 +42,8 @@ _CLASSES = {
         "TensorStorageMetadata",
     },
 }
-"""Module -> names of this module that `.metadata` may contain, beside torch's dtypes. The names suffice for every
-layout, with LoRA, for bfloat16 and for any optimizer. (BytesStorageMetadata is left out: torch would unpickle the bytes
-that it describes.)"""
+"""Module -> its names that the pickle in `.metadata` may refer to, besides torch's dtypes. No checkpoint needs other
+names, whatever its layout, dtype and optimizer, and with or without LoRA."""
 _NOT_ONE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,

@@ -5,10 +5,11 @@ any size, and a `Recorder` records the memory and the collectives that the code 
         ...                                     tensors on `fake_device()`
         recorder.usage.peak, recorder.collectives
 
-The device is torch's backend for devices written in Python. Attention and norms take the kernels that CUDA chooses.
-These are flash attention for 16-bit heads, memory-efficient attention for float32 heads, a matrix of scores for float32
-heads that share keys, and a fused norm. A program that reads numbers from a tensor gets 0, and False for a condition
-(`NoNumbers`). The rounding and fragmentation of a GPU's allocator and the workspaces of libraries are not recorded.
+The device uses torch's backend for devices that are implemented in Python. Attention and norms count as the kernels
+that torch would choose on a CUDA GPU. These are flash attention for 16-bit heads, memory-efficient attention for
+float32 heads, a matrix of scores for float32 heads that share keys, and a fused norm. A program that reads numbers from
+a tensor gets 0, and False for a condition (`NoNumbers`). The rounding and fragmentation of a GPU's allocator and the
+workspaces of libraries are not recorded.
 
 A process that has called `fake_device` cannot use another accelerator afterwards.
 """

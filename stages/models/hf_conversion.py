@@ -198,8 +198,8 @@ class HFPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor
-    """The view. For queries, keys and values without `spans`, the first axis is the groups, and the second axis is the
-    rows of a group."""
+    """The view of the parameter. If it holds queries, keys or values, and `spans` is empty, its first two axes are the
+    query groups and the rows of a group."""
     axis: int | None
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int

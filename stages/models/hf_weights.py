@@ -94,7 +94,8 @@ def write_model(
     dtype: str,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the model of `source` with some tensors replaced: config, weights, tokenizer. Create the directory.
+    """Write config, weights and tokenizer of the model `source` to `directory`, which is created. `changed`: name ->
+    tensor that replaces a tensor of `source`.
 
     All tensors are converted to `dtype`, the tensors of one file at a time. Weights of more than `max_file_bytes` are
     divided over several files, with an index. `AutoModelForCausalLM.from_pretrained` loads the directory.

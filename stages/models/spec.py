@@ -423,8 +423,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def read_eos_ids(path: str) -> tuple[int, ...]:
-    """Return the model's end-of-sequence tokens, from generation_config.json if it names any, else from config.json.
-    Return an empty tuple if neither file names any."""
+    """Return the model's end-of-sequence tokens, from generation_config.json if it has the key `eos_token_id`, else
+    from config.json. Return an empty tuple if they name none."""
     generation = Path(path) / "generation_config.json"
     eos_ids = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
     if eos_ids is None:

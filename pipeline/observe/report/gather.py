@@ -126,8 +126,8 @@ class RunContents:
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
-    """The tokens with the largest mismatch. None if the run's config does not let the trainer recompute log-probs.
-    Empty if no recomputed log-probs were read."""
+    """The tokens with the largest mismatch. None for a variant, and if the run's config does not let the trainer
+    recompute log-probs. Empty if no recomputed log-probs were read."""
     incidents: RunIncidents
     remarks: Sequence[str]
 

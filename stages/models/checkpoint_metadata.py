@@ -43,7 +43,8 @@ _CLASSES = {
     },
 }
 """Module -> its names that the pickle in `.metadata` may refer to, besides torch's dtypes. No checkpoint needs other
-names, whatever its layout, dtype and optimizer, and with or without LoRA."""
+names, whatever its layout, dtype and optimizer, and with or without LoRA. (BytesStorageMetadata is left out: torch
+would unpickle the bytes that it describes.)"""
 _NOT_ONE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,

@@ -127,7 +127,7 @@ def test_lost_prompts_are_read_again_if_they_are_the_same(
 
 
 def test_full_disk_at_resume(copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: object) -> None:
+    def full(*given: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
 
     monkeypatch.setattr(files, "write", full)

@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,18 @@ def measured_load() -> Iterator[Callable[[], Load]]:
     others = sum(seconds - others_before.get(pid, 0.0) for pid, seconds in _others_seconds().items())
     others = min(max(0.0, others), busy)
     result.append(Load((busy - others) / total, others / total))
+
+
+@contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Return a context in which this process, and processes that it starts, have these variables."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def own_cpu_s() -> float:

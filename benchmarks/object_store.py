@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.harness import arguments, environment, measured_load, report, write_json
 from pipeline.config.loading import load_config
 from pipeline.driver.results import open_history, summarise_run
 from pipeline.driver.run import run
@@ -94,17 +93,11 @@ def measure(latency_s: float | None, files: list[str], changes: list[str]) -> Me
     requests = multiprocessing.get_context("spawn").Value("L", 0)
     if latency_s is None:
         return _measure(files, changes, requests)
-    with serving(latency_s, requests) as environment:
-        before = dict(os.environ)
-        os.environ.update(environment)
+    with serving(latency_s, requests) as settings, environment(settings):
         client: Any = importlib.import_module("s3fs").S3FileSystem
-        try:
-            client.clear_instance_cache()  # a cached one talks to the server of an earlier arm
-            client().mkdir(BUCKET)
-            return _measure(files, [*changes, f"storage.url=s3://{BUCKET}/run"], requests)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        client.clear_instance_cache()  # a cached one talks to the server of an earlier arm
+        client().mkdir(BUCKET)
+        return _measure(files, [*changes, f"storage.url=s3://{BUCKET}/run"], requests)
 
 
 def _measure(files: list[str], changes: list[str], requests: Any) -> Measured:

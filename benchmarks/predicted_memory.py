@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.harness import arguments, environment, measured_load, report, write_json
 from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.fake_gpu import DEVICE, HOST
@@ -66,6 +65,7 @@ RETURNED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_
 """glibc's settings with which memory that is freed goes back to the system."""
 KEPT = {name: value for name, value in FORKSERVER_ENVIRONMENT.items() if name.startswith("MALLOC_")}
 """glibc's settings in Stageline's workers."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 HEAPS = {"returned": RETURNED, "kept": KEPT}
 
 
@@ -115,7 +115,7 @@ def write_random(directory: Path, sizes: Mapping[str, Any] = MappingProxyType({}
 
 def measure(gang: TracedGang, heap: Mapping[str, str]) -> list[int]:
     """Run all ranks of a gang and return the peak bytes of each."""
-    with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, environment(heap):
+    with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, environment({**heap, **ONE_THREAD}):
         return [int(peak) for peak in run_ranks(_rank, gang.num_ranks, gang, folder)]
 
 
@@ -145,18 +145,6 @@ def status_bytes(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
-
-
-@contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Return a context in which processes that are started have these variables."""
-    before = dict(os.environ)
-    os.environ.update({**changes, "OMP_NUM_THREADS": "1"})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _rank(gang: TracedGang, folder: str, index: int, answer: Any) -> None:

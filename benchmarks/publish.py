@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import arguments, measured_load, report, write_json
-from benchmarks.predicted_memory import RETURNED, environment, reset_peak, run_ranks, status_bytes, write_random
+from benchmarks.harness import arguments, environment, measured_load, report, write_json
+from benchmarks.predicted_memory import ONE_THREAD, RETURNED, reset_peak, run_ranks, status_bytes, write_random
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
@@ -71,7 +71,10 @@ class Measured:
 def measure(path: Path, dtype: Dtype, layout: LayoutConfig, repeats: int) -> list[Measured]:
     """Run all ranks of a gang and return what each measured, in the order of the ranks."""
     num_ranks = layout.tensor * layout.pipeline
-    with tempfile.TemporaryDirectory(prefix="stageline-publish-", dir="/dev/shm") as folder, environment(RETURNED):
+    with (
+        tempfile.TemporaryDirectory(prefix="stageline-publish-", dir="/dev/shm") as folder,
+        environment({**RETURNED, **ONE_THREAD}),
+    ):
         return run_ranks(_rank, num_ranks, path, dtype, layout, repeats, Path(folder), num_ranks)
 
 

@@ -535,10 +535,10 @@ class Writeback:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")
-        self._pending: deque[Future[object]] = deque()
+        self._pending: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
-    def submit(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         """Submit a piece of work. If `MOST_WAITING` pieces are waiting, wait until the oldest piece is done. Raises the
         error of an earlier piece."""
         with self._lock:
@@ -557,7 +557,7 @@ class Writeback:
         _raise_first(over)
 
 
-def _raise_first(futures: list[Future[object]]) -> None:
+def _raise_first(futures: list[Future[None]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]

@@ -134,7 +134,12 @@ class WorkerParts:
         thread = ThreadPoolExecutor(1)
         read = thread.submit(self.store.prefetch, lineage_of(call.address, call.inputs, (call.version,)))
         thread.shutdown(wait=False)
-        return read.result
+
+        def wait() -> None:
+            with self.clock.bookkeeping():
+                read.result()
+
+        return wait
 
     def read_record(self, address: Address) -> Any:
         """Return the record at an address."""

@@ -62,8 +62,7 @@ class StageRuntime(Runtime):
             if isinstance(binding, ComputedStage):
                 commit = self._commit_once(call, binding, inputs_are_read)
             else:
-                with clock.bookkeeping():
-                    inputs_are_read()
+                inputs_are_read()
                 commit = binding.run(self.parts, call)
         ref = commit.ref() if commit is not None and (spec.size == 1 or spec.index == 0) else None
         warned, self.parts.warnings = tuple(self.parts.warnings), []
@@ -79,8 +78,7 @@ class StageRuntime(Runtime):
         commit = parts.find_commit(call.address, closed=False)
         if commit is not None:
             return commit
-        with parts.clock.bookkeeping():
-            inputs_are_read()
+        inputs_are_read()
         started = time.time()
         output = binding.compute(parts, call)
         if output.record is None:

@@ -46,8 +46,8 @@ class Capabilities:
     in every other engine with keyed draws. seeded: the same request in the same engine gives the same tokens, and
     nothing more is guaranteed. free: tokens do not repeat."""
     invariance: Literal["bits", "tokens", "none"]
-    """What stays the same for a row if the other rows of its batch change. bits: its tokens, and its log-probs to the
-    last bit. tokens: its log-probs except for rounding, and its tokens unless two candidates are closer than the
+    """Properties of a row that stay the same if the other rows of its batch change. bits: its tokens, and its log-probs
+    to the last bit. tokens: its log-probs except for rounding, and its tokens unless two candidates are closer than the
     rounding. none: nothing; tokens and log-probs may change."""
     distributions: Literal["any", "plain"]
     """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before

@@ -14,7 +14,7 @@ class RewardTrainingConfig:
     """Loss and length of a reward model's training."""
 
     loss: Literal["bradley_terry", "regression", "distill"] = "bradley_terry"
-    """What the model learns. bradley_terry: to score the chosen response above the rejected one. regression: to predict
+    """Training target. bradley_terry: to score the chosen response above the rejected one. regression: to predict
     the rating (only if the data are ratings). distill: to predict the mean score of the teachers; the judgements serve
     only to measure model and teachers."""
     epochs: int = setting(1, at_least(1))

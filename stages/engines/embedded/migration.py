@@ -217,7 +217,7 @@ class MigratingEngine(EmbeddedEngine):
         with self.between_batches():
             began = time.perf_counter()
             self.check_awake()
-            self._num_stored(part.key)  # drops parts of other weights
+            self._drop_stale(part.key)
             stored = self._stored.setdefault(part.key, _StoredParts(part.version, []))
             problem = self._problem(part, stored)
             blocks = self.store_cache(part.cache) if problem is None and part.cache is not None else []
@@ -265,6 +265,7 @@ class MigratingEngine(EmbeddedEngine):
         with self.between_batches():
             self.check_awake()
             for one in migrated:
+                self._drop_stale(key_of(one.request))
                 check_migrated(one, self.version, self.cache_shape, self._num_stored(key_of(one.request)))
             rows = {unpack_row(one, call, self.eos_ids): one for one in migrated}
             for row, one in rows.items():
@@ -277,13 +278,15 @@ class MigratingEngine(EmbeddedEngine):
             self._rows_changed()
         return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
-    def _num_stored(self, key: RowKey) -> int:
-        """Return the number of a row's positions whose keys and values are stored here. Drop them and return 0 if
-        another version of the weights computed them."""
+    def _drop_stale(self, key: RowKey) -> None:
+        """Drop the stored parts of a row if another version of the weights computed them."""
         stored = self._stored.get(key)
         if stored is not None and stored.version != self.version:
             self._drop_stored(key)
-            return 0
+
+    def _num_stored(self, key: RowKey) -> int:
+        """Return the number of a row's positions whose keys and values are stored here."""
+        stored = self._stored.get(key)
         return 0 if stored is None else stored.num_positions
 
     def sleep(self) -> None:

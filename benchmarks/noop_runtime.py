@@ -141,17 +141,33 @@ class VirtualWorker:
             self._queue.add(shard, stages.rows[shard], self._now())
             self._changed.notify_all()  # the waiting shards end at other times now
             while shard not in self._ended:
-                at, now = self._queue.next_end(), self._now()
-                assert at is not None, f"{shard} is not in the queue"
-                if at > now:
-                    self._changed.wait((at - now) / stages.factor)
-                else:
-                    self._ended |= {ended for ended, _ in self._queue.finish()}
+                now = self._now()
+                ended = self._finished_by(now)
+                if ended:
+                    self._ended |= ended
                     self._changed.notify_all()
+                else:
+                    self._changed.wait((self._next_shard_end() - now) / stages.factor)
         self._sleep(stages.after_rows_s)
         with self._changed:
             self._shards -= 1
             self._changed.notify_all()
+
+    def _finished_by(self, now: float) -> set[Address]:
+        """Advance the queue over all rows that end by `now`. Return the shards that end with them."""
+        ended: set[Address] = set()
+        while (at := self._queue.next_end()) is not None and at <= now:
+            ended |= {shard for shard, _ in self._queue.finish()}
+        return ended
+
+    def _next_shard_end(self) -> float:
+        """Return the time at which the next shard ends if no other shard comes. The queue must have a shard."""
+        ahead = self._queue.copy()
+        while True:
+            at = ahead.next_end()
+            assert at is not None, "the queue is empty"
+            if ahead.finish():
+                return at
 
     def _now(self) -> float:
         return time.monotonic() * self._stages.factor

@@ -11,10 +11,11 @@ that setup, and takes the next 8 when the longest has ended; all stages of a ste
 Neither says the training layout, the prompts, or the spread of the lengths. Assumed are TP 8 x PP 8 (8 nodes hold one
 copy), prompts of 200 tokens, and a lognormal with sigma 0.7 cut at 1,024 tokens, whose mean the second table gives.
 
-**Runs on this machine** (`--runs`): the tiny model in variants that differ in staleness, threads, gangs, shards, rows,
-lengths, frozen blocks and dtype. Calibrated on the first two, the steady seconds per step of the others are predicted,
-and the order of every pair that differs by more than 5 %. A variant's figure is the median of its repeats. Needs a
-quiet machine: other load counts as slowness of the stages that it happened to.
+**Runs on this machine** (`--runs tiny demo`): variants of two configs that differ in staleness, threads, gangs, shards,
+rows, lengths, frozen blocks and dtype. Calibrated on the first two of a config, the steady seconds per step of the
+others are predicted, and the order of every pair that differs by more than 5 %. In the demo's steps arithmetic takes
+the time. The tiny model's steps consist of fixed costs. A variant's figure is the median of its repeats. Needs a quiet
+machine: other load counts as slowness of the stages that it happened to.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 
 from rich.console import Console
@@ -168,22 +169,62 @@ COMMON = (
     "cluster.dashboard=null",
     "checkpoint.every=99",
 )
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "base": (),
-    "large": ("rollout={rows: 64, shards: 2}", "sampling.max_new_tokens=48", "engine.max_rows=32"),
-    "synchronous": ("staleness=0",),
-    "large, synchronous": ("staleness=0", "rollout={rows: 64, shards: 2}", "sampling.max_new_tokens=48"),
-    "four shards": ("rollout={rows: 32, shards: 4}",),
-    "one gang": (
-        "placement.gangs={all: {}}",
-        "placement.roles={generate: all, score: all, reference: all, policy: all, critic: all}",
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A config and its variants."""
+
+    config: str
+    steps: int
+    """Steps of each run, the warm-up included."""
+    variants: Mapping[str, tuple[str, ...]]
+    """Name -> changes to the config. The first two calibrate."""
+
+
+ONE_GANG = (
+    "placement.gangs={all: {}}",
+    "placement.roles={generate: all, score: all, reference: all, policy: all, critic: all}",
+)
+WORKLOADS = {
+    "tiny": Workload(
+        "conf/run/tiny.yaml",
+        16,
+        {
+            "base": (),
+            "large": ("rollout={rows: 64, shards: 2}", "sampling.max_new_tokens=48", "engine.max_rows=32"),
+            "synchronous": ("staleness=0",),
+            "large, synchronous": ("staleness=0", "rollout={rows: 64, shards: 2}", "sampling.max_new_tokens=48"),
+            "four shards": ("rollout={rows: 32, shards: 4}",),
+            "one gang": ONE_GANG,
+            "training on two threads": ("placement.gangs.train.threads=2", "rollout={rows: 64, shards: 2}"),
+            "long responses": ("sampling.max_new_tokens=96", "sampling.min_new_tokens=96"),
+            "frozen blocks": ("model.frozen_blocks=2", "rollout={rows: 64, shards: 2}"),
+            "bfloat16": ("model.dtype=bfloat16", "engine.dtype=bfloat16", "rollout={rows: 64, shards: 2}"),
+        },
     ),
-    "training on two threads": ("placement.gangs.train.threads=2", "rollout={rows: 64, shards: 2}"),
-    "long responses": ("sampling.max_new_tokens=96", "sampling.min_new_tokens=96"),
-    "frozen blocks": ("model.frozen_blocks=2", "rollout={rows: 64, shards: 2}"),
-    "bfloat16": ("model.dtype=bfloat16", "engine.dtype=bfloat16", "rollout={rows: 64, shards: 2}"),
+    "demo": Workload(
+        "conf/run/demo.yaml",
+        8,
+        {
+            "base": (),
+            "longer": ("sampling={max_new_tokens: 32, min_new_tokens: 32}",),
+            "synchronous": ("staleness=0",),
+            "longer, synchronous": ("staleness=0", "sampling={max_new_tokens: 32, min_new_tokens: 32}"),
+            "four shards": ("rollout={rows: 64, shards: 4}",),
+            "one gang": ONE_GANG,
+            "training on two threads": ("placement.gangs.train.threads=2",),
+            "long responses": ("rollout={rows: 16, shards: 2}", "sampling={max_new_tokens: 96, min_new_tokens: 96}"),
+            "fewer frozen blocks": ("model.frozen_blocks=12",),
+            "float32": ("model.dtype=float32", "engine.dtype=float32"),
+        },
+    ),
 }
-"""The first two calibrate."""
+
+
+def first_variants(workload: Workload, number: int) -> Workload:
+    """Return a workload with only its first variants."""
+    return replace(workload, variants=dict(itertools.islice(workload.variants.items(), number)))
 
 
 @dataclass(frozen=True)
@@ -196,11 +237,11 @@ class Measured:
     """Share of the machine that other processes used."""
 
 
-def measure(name: str, changes: Sequence[str], folder: str, steps: int, hardware: str) -> Measured:
-    """Run a variant; seconds from one publication to the next, over the steps after the warm-up. `hardware`: this
-    machine."""
+def measure(file: str, name: str, changes: Sequence[str], folder: str, steps: int, hardware: str) -> Measured:
+    """Run a variant of the config in `file`; seconds from one publication to the next, over the steps after the
+    warm-up. `hardware`: this machine."""
     fixed = (f"name={name}", f"runs_dir={folder}", f"steps={steps}")
-    config = load_config(["conf/run/tiny.yaml"], [*COMMON, *changes, *fixed])
+    config = load_config([file], [*COMMON, *changes, *fixed])
     with measured_load() as load:
         run(config, Console(file=StringIO()))
     ledger = open_history(config).ledger
@@ -217,37 +258,40 @@ def simulated_step_s(one: ObservedRun, calibration: Calibration, hardware: str) 
     return (times[-1] - times[WARM_UP_STEPS]) / (len(times) - 1 - WARM_UP_STEPS)
 
 
-def runs_here(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """Return the rows of the table and the figures by name."""
+def runs_here(name: str, options: argparse.Namespace) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Run the variants of a workload. Return the rows of the table and the figures by name."""
+    workload = first_variants(WORKLOADS[name], 4) if options.quick else WORKLOADS[name]
+    variants = workload.variants
+    steps = 8 if options.quick else options.steps or workload.steps
     found: dict[str, list[Measured]] = {}
-    variants = dict(list(VARIANTS.items())[:4]) if options.quick else VARIANTS
     cluster = options.hardware or f"1x{os.cpu_count() or 1}x{this_hardware()}"
     with tempfile.TemporaryDirectory(prefix="stageline-planning-") as scratch:
         for repeat in range(1 if options.quick else options.repeats):
-            for place, (name, changes) in enumerate(variants.items()):
-                steps = 8 if options.quick else options.steps
-                measured = measure(f"variant-{place}-repeat-{repeat}", changes, scratch, steps, cluster)
-                found.setdefault(name, []).append(measured)
-                print(f"{name}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
-    seconds = {name: statistics.median(one.step_s for one in of) for name, of in found.items()}
+            for place, (variant, changes) in enumerate(variants.items()):
+                run_name = f"variant-{place}-repeat-{repeat}"
+                measured = measure(workload.config, run_name, changes, scratch, steps, cluster)
+                found.setdefault(variant, []).append(measured)
+                print(f"{name}, {variant}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
+    seconds = {variant: statistics.median(one.step_s for one in of) for variant, of in found.items()}
     calibrating = list(variants)[:2]
-    sources = [one.observed for name in calibrating for one in found[name]]
+    sources = [one.observed for variant in calibrating for one in found[variant]]
     calibration = calibrate(sources, read_cluster(cluster), hardware_of(cluster))
-    predicted = {name: simulated_step_s(of[0].observed, calibration, cluster) for name, of in found.items()}
+    predicted = {variant: simulated_step_s(of[0].observed, calibration, cluster) for variant, of in found.items()}
     rows, figures = list[tuple[str, ...]](), dict[str, float]()
-    for name in variants:
-        error = predicted[name] / seconds[name] - 1
-        kind = " (calibrates)" if name in calibrating else ""
-        others = max(one.others for one in found[name])
-        rows.append((name, f"{seconds[name]:.3f}", f"{predicted[name]:.3f}", f"{error:+.1%}{kind}", f"{others:.0%}"))
-        figures[f"here/{name}/error"] = error
+    for variant in variants:
+        error = predicted[variant] / seconds[variant] - 1
+        said = f"{error:+.1%}{' (calibrates)' if variant in calibrating else ''}"
+        others = max(one.others for one in found[variant])
+        rows.append((variant, f"{seconds[variant]:.3f}", f"{predicted[variant]:.3f}", said, f"{others:.0%}"))
+        figures[f"{name}/{variant}/seconds"] = seconds[variant]
+        figures[f"{name}/{variant}/error"] = error
     pairs = [
         pair for pair in itertools.combinations(variants, 2) if abs(math.log(_ratio(seconds, pair))) > math.log(1.05)
     ]
     right = [pair for pair in pairs if (_ratio(seconds, pair) > 1) == (_ratio(predicted, pair) > 1)]
     if pairs:
-        figures["here/order"] = len(right) / len(pairs)
-        rows.append(("pairs in the right order", f"{len(pairs)}", f"{len(right)}", f"{figures['here/order']:.0%}", ""))
+        share = figures[f"{name}/order"] = len(right) / len(pairs)
+        rows.append(("pairs in the right order", f"{len(pairs)}", f"{len(right)}", f"{share:.0%}", ""))
     return rows, figures
 
 
@@ -256,8 +300,14 @@ def _ratio(seconds: dict[str, float], pair: tuple[str, str]) -> float:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=16, help="steps of each of --runs; the first two do not count")
-    parser.add_argument("--runs", action="store_true", help="also run variants on this machine, which must be quiet")
+    parser.add_argument("--steps", type=int, help="steps of each of --runs; the first two do not count")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        choices=list(WORKLOADS),
+        default=[],
+        help="also run variants of these configs on this machine, which must be quiet",
+    )
     parser.add_argument(
         "--hardware", help="what this machine is, for --runs, as in 1x2xcpu (default: by its processor's instructions)"
     )
@@ -267,9 +317,10 @@ def main() -> None:
     options = arguments(__doc__ or "", _arguments)
     rows, figures = published()
     report("published steps, seconds", ("table", "nodes", "published", "predicted", "error"), rows, [])
-    if options.runs:
-        rows, more = runs_here(options)
-        report("runs here, seconds per step", ("variant", "measured", "predicted", "error", "others' load"), rows, [])
+    for name in options.runs:
+        rows, more = runs_here(name, options)
+        columns = ("variant", "measured", "predicted", "error", "others' load")
+        report(f"runs of {name} here, seconds per step", columns, rows, [])
         figures |= more
     write_json(options.json, figures)
 

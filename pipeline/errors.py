@@ -23,13 +23,19 @@ class ConfigError(ValueError):
 
     @property
     def message(self) -> str:
-        """The whole message without the first error's key."""
+        """The error's text without its key. If the error combines several errors, this is the text of the first error,
+        followed by the keys and texts of all others."""
         return str(self).removeprefix(f"{self.key}: ")
 
     @property
     def errors(self) -> list[ConfigError]:
         """All errors that this error combines: the first error, then `others`."""
         return [ConfigError(self.key, self._alone), *self._others] if self._others else [self]
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all errors that this error combines."""
+        return [error.key for error in self.errors]
 
 
 class OtherProgramsConfig(ConfigError):

@@ -69,8 +69,8 @@ def advantage(
         state: the state that the previous step returned. Empty at step 0. Keys: kl_coef (of this step), step_kl_coef
             (of the previous step), score_mean, score_squares, score_count.
         normalize: how scores are normalised before they become rewards.
-        responses_per_prompt: `rollout.responses_per_prompt`, called k. For each n, rows n k to (n + 1) k - 1 of the
-            step have the same prompt.
+        responses_per_prompt: `rollout.responses_per_prompt`, called k. Rows 0 to k - 1 of the step are a group, rows k
+            to 2 k - 1 the next one, and so on. All rows of a group have the same prompt.
 
     Returns:
         (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the KL coefficient of THIS
@@ -79,7 +79,7 @@ def advantage(
     Raises:
         StalenessError: a sampled token has a version outside the range given under `staleness_bound`.
         ValueError: the records do not belong together or do not suit `cfg`. Also raised if `cfg.advantage` compares
-            groups and a group lacks rows or has rows of different prompts.
+            the responses of a group, and a group is incomplete or has several prompts.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -110,8 +110,8 @@ def advantage(
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
-    """Raise StalenessError unless max(0, step - bound) <= version <= step for every sampled token. The message names
-    the first row with another version."""
+    """Check that max(0, step - bound) <= version <= step for every sampled token, where version is the version of the
+    weights that sampled it. Otherwise raise StalenessError. The message names the first row that breaks this rule."""
     staleness = step - rollout.token_versions.astype(np.int64)
     bad = rollout.response_mask & ((staleness < 0) | (staleness > bound) | (rollout.token_versions < 0))
     if bad.any():
@@ -247,8 +247,12 @@ def _ref_kl_metrics(
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """Return the state. It has the KL coefficient of this step for this step's update, and the values for the next
-    step."""
+    """Return the state that the `advantage` node of the next step gets:
+
+    - `step_kl_coef`: the argument `kl_coef`, the KL coefficient for the update of the present step
+    - `kl_coef`: the argument `next_coef`, the KL coefficient of the next step
+    - the other entries: the moments of all scores so far
+    """
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,

@@ -4,10 +4,11 @@ logprob      log pi_prox of each token and entropies, by the policy's weights at
 reference    log pi_ref of each token, by the frozen reference model
 value        the value of the state before each token, by the critic's weights at the step's start
 
-A canary compares trainer and engine: both score the same few tokens (`canary_logprob`, `engine_logprobs`) with one
-version of the weights. Under staleness no row is fresh, so an engine that did not load all of its weights looks like an
-engine with older weights. The canary tells the two engines apart, because trainer and engine score its tokens with the
-same version, whatever version sampled the tokens.
+A canary is a check that an engine and the trainer compute the same log-probs. Both score the same few tokens with the
+same version of the weights (`canary_logprob`, `engine_logprobs`). Suppose that an engine did not load all of its
+weights. The log-probs that were stored at sampling do not show this under staleness: they differ from the trainer's
+anyway, since older weights sampled the tokens. The canary shows it, because its two sides use one version, whatever
+version sampled the tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def value(models: ModelHost, rollout: Rollout) -> Values | None:
 
 
 CANARY_STEP = 2**31 - 2
-"""Step number in the keys of canaries' rows. It differs from the numbers of all steps and from `EVALUATION_STEP`."""
+"""Step number in the keys (seed, step, row) of canary rows. A canary row is a row that an engine scores again, for a
+comparison with the trainer. No step of a run has this number, and `EVALUATION_STEP` is another number."""
 
 
 CANARY_TOKENS = 8
@@ -96,11 +98,13 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Return True if weights `version` sampled all tokens of these canary rows. At staleness 0 this is always so.
+    """Return True if weights `version` sampled all response tokens of `part`, the rows of the canary. At staleness 0
+    this is always so.
 
-    If True, the stored log-probs are the engine's log-probs for this version. The canary then compares the trainer with
-    the stored log-probs. The engine is asked only if the difference is too large: after a resume, the engine may not be
-    the engine that sampled the tokens."""
+    If True, the log-probs that were stored at sampling are an engine's log-probs for this version. So the canary first
+    compares the stored log-probs with the trainer's. If they differ too much, the present engine scores the tokens
+    again. After a resume, the present engine may be another one than the engine that sampled the tokens.
+    """
     return bool((part.token_versions[part.response_mask] == version).all())
 
 

@@ -82,8 +82,9 @@ def generate(
 
 
 def _checked_rows(prompts: PromptBatch, sampling: SamplingConfig, seq: int) -> dict[int, int]:
-    """Return a dictionary: number of a row -> index of the row. Raises ValueError if two rows have the same number, or
-    if a row may not fit `seq`."""
+    """Return a dictionary: the number that identifies a row (`PromptBatch.row`) -> the index of the row in the arrays
+    of `prompts`. Raises ValueError if the longest prompt and `max_new_tokens` together exceed `seq`, or if two rows
+    have the same number. Such rows would get the same noise."""
     longest = int(prompts.prompt_lengths.max(initial=0)) + sampling.max_new_tokens
     if longest > seq:
         raise ValueError(f"the longest prompt + max_new_tokens is {longest} tokens, seq is {seq}")

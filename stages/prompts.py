@@ -175,6 +175,7 @@ def tokenise(
             prompt is usable, or if no training prompt would be left.
     """
     kept: list[tuple[list[int], PromptItem]] = []
+    too_long: dict[int, int] = {}  # index of a prompt -> its number of tokens
     for number, item in enumerate(items):
         if item.messages is not None:
             ids = tokenizer.apply_chat_template(item.messages)
@@ -185,14 +186,16 @@ def tokenise(
                 continue
             ids = ids[: config.opening_tokens]
         if len(ids) > config.max_tokens:
-            if config.too_long == "skip":
-                continue
-            raise PromptsError(
-                f"prompts.max_tokens: given {config.max_tokens}; prompt {number} of {config.url} has {len(ids)} "
-                "tokens: raise it, or set prompts.too_long=skip or prompts.opening_tokens"
-            )
-        if ids:
+            if config.too_long != "skip":
+                too_long[number] = len(ids)
+        elif ids:
             kept.append((ids, item))
+    if too_long:
+        raise PromptsError(
+            f"prompts.max_tokens: given {config.max_tokens}; {len(too_long)} of {len(items)} prompts of {config.url} "
+            f"are longer (the first is prompt {min(too_long)}, the longest has {max(too_long.values())} tokens): raise "
+            "it, or set prompts.too_long=skip or prompts.opening_tokens"
+        )
     if not kept:
         raise PromptsError(f"prompts.url: no prompt of {config.url} is usable with the lengths of the config")
     tokens = np.full((len(kept), config.max_tokens), tokenizer.pad_id, np.int32)

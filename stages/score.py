@@ -127,9 +127,12 @@ def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
 
 
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Return the numbers of a part (name -> float32 [rows]), and the names of the numbers that are only measured and
-    not added to the score. The reward gives the names. A plain list of scores has the name "". An ensemble's
-    disagreement is among the numbers, under the name "disagreement"."""
+    """Return (numbers, measured) for one component of the reward. `numbers`: name -> float32 [rows]. `measured`: the
+    names of the numbers that are not added to the score.
+
+    The reward chooses the names (`Scored`). If it returns a list of scores without names, the name is "". If it is an
+    ensemble, "disagreement" is one of the names.
+    """
     numbers_of: dict[str, np.ndarray] = {}
     measured: set[str] = set()
     for rows in _batches(part, samples):

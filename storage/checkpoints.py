@@ -165,8 +165,8 @@ class Checkpoints:
 
     def versions(self, role: str) -> list[int]:
         """Return the versions with a complete checkpoint, ascending. A checkpoint is complete if its manifest can be
-        read and every file has the size that the manifest states. With an object store, the copy there must be
-        complete."""
+        read and every file has the size that the manifest states. If the run has an object store, only the copy in the
+        object store is checked. Otherwise the local files are checked."""
         if self._copies is not None:
             return sorted(version for version in self._uploaded(role) if self._fault_there(role, version) is None)
         candidates = reversed(self.newest_first(role, at_most=sys.maxsize))

@@ -53,7 +53,7 @@ class Input:
     address: Address
     attempt: str
     content: str
-    """`Commit.content` of the commit that was read."""
+    """Digest of the output that was read: the property `content` of its commit."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Commit:
-    """The record of one output. `kind`, `rows` and `arrays` describe the stored record. Stages without arrays
-    (`update_policy`, `publish`) have kind None, 0 rows and no arrays."""
+    """The description of one output, as the ledger stores it. `kind`, `rows` and `arrays` describe the arrays of the
+    output. For stages without arrays (`update_policy`, `publish`), `kind` is None, `rows` is 0, and `arrays` is empty.
+    """
 
     address: Address
     attempt: str
@@ -103,7 +104,8 @@ class Commit:
         return checksum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
 
     def ref(self) -> Ref:
-        """Return the reference that travels along the graph's edges."""
+        """Return the reference that is passed between nodes instead of the output's data. It has the address, the
+        attempt, the metrics, the state and the times of the work."""
         times = self.provenance.started, self.finished
         return Ref(self.address, self.attempt, dict(self.metrics), dict(self.state), *times)
 

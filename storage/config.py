@@ -54,8 +54,8 @@ class EvaluationPromptsConfig:
     format: Literal["plain", "chat"] | None = None
     """Format, as `prompts.format`; null: the value of `prompts.format`."""
     field: str | None = None
-    """Field or column of the prompt, as `prompts.field`; null: the value of `prompts.field`, but each line of a .txt
-    file is a prompt."""
+    """Field or column that holds the prompt, written like `prompts.field`. null: the value of `prompts.field`; but in a
+    .txt file, each line is a prompt."""
     max: int | None = setting(None, at_least(2, ": an evaluation reports a spread"))
     """Maximum number of prompts, from the start of the source; null: all."""
 
@@ -123,8 +123,9 @@ class StorageConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
 
     def durability(self, *, unseen: bool = False) -> Durability:
-        """Return the settings by which a store writes and reads. `unseen`: True for a process that reads only outputs
-        that are known to be committed. The store then waits for their commits."""
+        """Return the settings by which a store writes and reads. `unseen`: True for a process that is told which
+        outputs are committed, such as a worker. A network filesystem may show such a commit to this host late, so the
+        store waits for it, up to `RETRY_S` seconds."""
         return Durability(self.fsync, unseen_s=RETRY_S if unseen else 0.0)
 
 
@@ -162,13 +163,14 @@ class PreferencesConfig:
     raters: str | None = None
     """For ratings: the field with the number of raters."""
     min_gap: float = setting(1.0, above(0, ": of equal ratings none is the better"))
-    """For ratings: smallest difference between the two ratings of a pair."""
+    """For ratings: smallest difference between the two ratings of a pair. It is above 0, because a pair needs a better
+    and a worse text."""
     group_texts: int = setting(16, at_least(2, ": a text is compared with others"))
     """For ratings: number of texts in a group. Groups are drawn anew for every epoch, and the texts of a group are
     compared with one another."""
     validation: float = setting(0.1, between(0, 1, " (0.1 is usual)", ends=False))
-    """Share of the prompts (for ratings: texts) for validation. The validation decides which state of the model is the
-    best."""
+    """Share of the prompts (for ratings: of the texts) in the validation set. Training keeps the state of the model
+    that is the best on this set."""
     held_out: float = 0.2
     """Share of the prompts (for ratings: texts) that are held out. Only the final figures are computed from them."""
     held_out_pairs: int = setting(20000, at_least(1))

@@ -8,7 +8,7 @@ The exported versions of a run are directories like `v000012`. With an object st
 directory gets the name of a version (`storage/copies.py`). So a directory with the name of a version is complete, and
 its copy in the object store is complete too.
 
-    <root>/.v000012/   being written, or left by a process that died
+    <root>/.v000012/   being written, or left by a process that died; an object of this name notes it in the store
     <root>/v000012/    complete
 """
 
@@ -32,7 +32,8 @@ EXPORT_FORMAT = 1
 
 
 def write_sums(directory: Path) -> None:
-    """Write the record of all files below a directory. Call it when all these files are written."""
+    """Write `export.json` with the size and the CRC-32 of every file below a directory. Call this after all these files
+    are written."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
     sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in paths}
     document = {"format": EXPORT_FORMAT, "files": sums, "checksum": _checksum(sums)}
@@ -40,13 +41,14 @@ def write_sums(directory: Path) -> None:
 
 
 def has_sums(directory: Path) -> bool:
-    """Return True if the directory has the record, even if the record is damaged."""
+    """Return True if the directory has the file `export.json` with the checksums. The file may be damaged."""
     return (directory / RECORD).exists()
 
 
 def export_faults(directory: Path) -> Iterator[str]:
-    """Yield the faults of an exported directory that has the record. Reads every byte. Additional files are no
-    fault."""
+    """Compare the files of an exported directory with the checksums in its `export.json`, and yield a text for each
+    fault. Reads every byte. Files that `export.json` does not list are no fault. A missing or damaged `export.json` is
+    a fault."""
     try:
         document = codec.document((directory / RECORD).read_bytes(), EXPORT_FORMAT, str(directory / RECORD))
         sums, stated = document["files"], document["checksum"]
@@ -98,12 +100,21 @@ class Exports:
         """Return the local directory in which a version is written, whether it exists or not."""
         return self.root / f".v{version:06d}"
 
+    def begin(self, version: int) -> None:
+        """Note that a version must be exported. Until `finish`, `clear_unfinished` returns this version. The note is
+        the directory `staged`. With an object store, an object of this name is there too, so that the note outlives
+        this disk."""
+        self.staged(version).mkdir(parents=True, exist_ok=True)
+        if self._copies is not None:
+            files.write(self._copies.root, self.staged(version).name, b"begun\n")
+
     def finish(self, version: int, staged: Path) -> Path:
-        """Rename the directory `staged` to the name of its version, and return the new path. The directory must have
-        its record (`write_sums`). If there is an object store, upload the export first. Raises StoreError if the upload
-        fails."""
+        """Rename the directory `staged` to the name of its version, and return the new path. The checksums must have
+        been written before (`write_sums`). If there is an object store, upload the export first. Raises StoreError if
+        the upload fails."""
         if self._copies is not None:
             self._copies.upload(staged, self.place(version).name)
+            files.remove(self._copies.root, self.staged(version).name)
         return staged.rename(self.place(version))
 
     def versions(self) -> list[int]:
@@ -113,12 +124,20 @@ class Exports:
         return sorted({version for path in (*local, *uploaded) if (version := version_of(path)) is not None})
 
     def clear_unfinished(self, before: int) -> list[int]:
-        """Return the versions below `before` whose exports were begun but not finished. If a version below `before` is
-        finished, remove its staged directory, which is a leftover. No process may be writing one of these exports."""
-        staged = (int(path.name[2:]) for path in self.root.glob(".v*") if path.name[2:].isdecimal())
+        """Return the versions below `before` whose exports were begun but not finished. Their files stay, and the
+        caller should export these versions again.
+
+        If a version below `before` is finished, remove the temporary directory and the note that an earlier,
+        interrupted attempt at it left. No process may be writing an export below `before`.
+        """
+        names = [path.name for path in self.root.glob(".v*")]
+        names += [] if self._copies is None else files.names(self._copies.root)
+        staged = (int(name[2:]) for name in names if name.startswith(".v") and name[2:].isdecimal())
         begun = {version for version in staged if version < before}
         for version in begun.intersection(finished := self.versions()):
             shutil.rmtree(self.staged(version), ignore_errors=True)
+            if self._copies is not None:
+                files.remove(self._copies.root, self.staged(version).name)
         return sorted(begun.difference(finished))
 
     def fetch(self, version: int) -> Path | None:

@@ -8,8 +8,7 @@ directories. Its bucket must exist, because this module creates none.
 Errors of the filesystem:
 
     ESTALE, EIO, EAGAIN, ETIMEDOUT, ...   retried after 0.05 s to 2 s until `retry_s` is spent; reported on stderr
-    500, 503, no answer of an object      the same, after the few retries that its client makes by itself
-    store
+    500, 503, no answer of a bucket       the same, after the few retries that its client makes by itself
     ENOSPC, EDQUOT, EROFS, EACCES, ...    StoreRefused, naming the path: waiting does not help
     403, no bucket, no credentials        the same
     file not found, file exists           answers, not faults: passed on
@@ -164,8 +163,10 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
 
 def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
     """Create the file only if it does not exist, and return True if this call created it. Of several racing callers at
-    most one gets True. `before` runs while local content is synced, or before an upload; it ends before the file gets
-    its name. If `before` raises, no file is created.
+    most one gets True.
+
+    `before` is a function that must end before the file exists. For a local file, it runs while a temporary file is
+    written and synced. For a remote file, it runs before the upload. If `before` raises, no file is created.
 
     A local file gets its name by a hard link, which is atomic on NFS and Lustre too. A remote file is created by
     fsspec's `mode="create"` (a conditional PUT on S3 and GCS). If the answer to that PUT is lost, the PUT is repeated
@@ -228,6 +229,15 @@ def remove(root: Root, key: str) -> None:
             return
 
     retried(act, root.at(key), root.durability.retry_s)
+
+
+def remove_all(root: Root, keys: Sequence[str]) -> None:
+    """Remove objects of an object store, with one request if there are at most 1000. Keys without an object are
+    skipped, and an object that could not be removed stays."""
+    paths = [root.at(key) for key in keys]
+    if paths:
+        with suppress(FileNotFoundError):
+            retried(lambda: root.fs.rm(paths), paths[0], root.durability.retry_s)
 
 
 def remove_tree(root: Root, key: str) -> None:
@@ -298,7 +308,7 @@ def names(root: Root) -> list[str]:
 
 def remove_temporaries(root: Root) -> int:
     """Remove the temporary files of processes that died in `write` or `write_new`, below a local root. Return the
-    number of these files. Nobody may be writing there."""
+    number of these files. The caller must ensure that no process is writing below this root."""
     if root.fs is not None:
         return 0
     left = [f"{d}/{name}" for d, _, names in os.walk(root.path) for name in names if _TEMPORARY.fullmatch(name)]
@@ -535,10 +545,10 @@ class Writeback:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writeback")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[Future[object]] = deque()
         self._lock = threading.Lock()
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         """Submit a piece of work. If `MOST_WAITING` pieces are waiting, wait until the oldest piece is done. Raises the
         error of an earlier piece."""
         with self._lock:
@@ -557,7 +567,7 @@ class Writeback:
         _raise_first(over)
 
 
-def _raise_first(futures: list[Future[None]]) -> None:
+def _raise_first(futures: list[Future[object]]) -> None:
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]

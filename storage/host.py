@@ -45,15 +45,17 @@ def private_directory(path: Path) -> None:
 
 
 def who_else_can_change(path: Path, *, all_below: bool) -> str | None:
-    """Return a text that says why another account than this user's or root can change the file or directory at a path.
-    The text names the file or directory that allows the change. Return None if no other account can.
+    """Return a text that says how another account can change the file or directory at a path, or None if no other
+    account can. Other accounts are all except this user's and root's. The text names the file or directory that allows
+    the change.
 
     Checks the path and its parent directories, both as written and with links followed. With `all_below`, also checks
-    everything below the path. Paths that do not exist, or that this process may not look at, are skipped."""
+    everything below the path. Paths that do not exist, or that this process may not look at, are skipped.
+    """
     places = [path.absolute(), path.resolve()]
     below = set(path.resolve().rglob("*")) if all_below else set()
     for one in sorted({*places, *(above for place in places for above in place.parents), *below}):
-        with suppress(FileNotFoundError, PermissionError):  # what cannot be looked at cannot be read either
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # what cannot be seen cannot be read
             why = _foreign(one, is_above=one not in below and one not in places)
             if why is not None:
                 return f"{one} {why}"
@@ -99,8 +101,9 @@ def _name(user: int) -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """Return True if a process has this id, running or not yet reaped. It may be a new process that got an old id.
-    Callers then keep a file too long, but never remove a file too early."""
+    """Return True if a process with this id exists, running or not yet reaped. An id can be reused, so the result may
+    be about a newer process. A caller that cleans up after dead processes then removes their files later, but never too
+    early."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -114,10 +117,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-    """Let Linux kill this process when the thread that started it ends, even if this process is stopped or stuck in a
-    native call. On systems other than Linux this does nothing, and the process ends when its connection breaks.
-    `parent`: id of the expected parent; if it has ended already, this process ends at once. `by`: the signal to send,
-    for a process that must clean up first."""
+    """Ask Linux to send a signal to this process when the thread that started it ends. The default signal is SIGKILL,
+    which works even if this process is stopped or stuck in a native call. On systems other than Linux this does
+    nothing.
+
+    `parent`: id of the expected parent; if it has ended already, this process ends at once. `by`: the signal. A process
+    that must clean up before it ends gives a signal that it can handle.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:

@@ -51,9 +51,12 @@ Keys = list[str]
 
 
 class Ledger:
-    """The ledger of a run. It keeps no file open. Two things are cached because they never change: segments, and the
-    records of commits in an object store, where each read takes a round trip. Everything else is read anew, so all
-    processes see the same ledger."""
+    """The ledger of a run: the commits of all its outputs. It keeps no file open.
+
+    It caches segments (files with the records of old steps). In an object store it also caches single records, because
+    each read takes a round trip there. Cached data cannot become outdated, because segments and records never change.
+    Everything else is read anew, so all processes see the same ledger.
+    """
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
         """`url`: the ledger's directory (a run's `ledger/`), a path or the URL of an object store."""
@@ -68,8 +71,9 @@ class Ledger:
     def find(self, address: Address, *, closed: bool = True) -> Commit | None:
         """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged.
 
-        `closed`: True to look also into the segment of the address's step. A caller that commits an output if this call
-        finds none may pass False, because `commit` itself looks into the segment."""
+        `closed`: True to look also into the segment, the file with the records of old steps. A caller that calls
+        `commit` next may pass False, because the segment is looked into with the commit, or soon after it.
+        """
         if (known := self._commits.get(address)) is not None:
             return known
         key, data = _key(address), files.read(self._root, _key(address))
@@ -110,23 +114,31 @@ class Ledger:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
         return commit
 
-    def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
+    def commit(self, commit: Commit, before: Callable[[], None] | None = None, *, closed: bool = True) -> Commit:
         """Make an output exist, and return the winning commit: `commit`, or an earlier commit at the same address. If
         an earlier commit won, the caller discards its own output. `before` writes the output, and ends before the
         commit exists. If `before` raises, nothing is committed. Raises ValueError for a commit that cannot be written
-        as JSON."""
+        as JSON.
+
+        `closed`: True to look also into the segment, as a commit in a segment wins over a later one. A caller that
+        passes False calls `closed_winner` soon afterwards. Until then a late attempt may take itself for the winner,
+        and nobody waits for its output, since a segment has only steps of which no node runs (`close`).
+        """
         data = encode(commit)
         is_ours = files.write_new(self._root, _key(commit.address), data, before)
-        winner = self.closed_winner(commit.address) or (commit if is_ours else self.find(commit.address))
+        winner = self.closed_winner(commit.address) if closed or not is_ours else None
+        winner = winner or (commit if is_ours else self.find(commit.address))
         if winner is None:
             raise StoreError(f"the commit record of {commit.address} in {self.url} was there and is gone")
         self._remember(winner)
         return winner
 
     def closed_winner(self, address: Address) -> Commit | None:
-        """Return the commit at an address from the segment of its step; None if there is none. Remove the record of a
-        late attempt, which can create a file at this address because the name of the first record's file is free again.
-        Raises DamagedCommit."""
+        """Return the commit at an address from the segment of its step. Return None if no segment has it.
+
+        When a record is moved into a segment, its own file is removed. A late attempt can then create this file once
+        more. Such a file is removed here. Raises DamagedCommit if the record is damaged.
+        """
         closed = self._closed(address)
         if closed is None:
             return None
@@ -167,9 +179,12 @@ class Ledger:
         return step
 
     def close(self, first: int, addresses: Collection[Address]) -> None:
-        """Move the records of the `SPAN` steps from `first` on into their segment. `addresses`: the addresses of all
-        these records. Raises MissingOutput if one of the records does not exist. Only the driver may call this, and
-        only when no node of these steps is still running, except nodes whose output will be discarded."""
+        """Move the records of `SPAN` steps into one segment. The first of these steps is `first`. `addresses`: the
+        addresses of all records of these steps. Raises MissingOutput if one of the records does not exist.
+
+        Only the driver may call this. No node of these steps may be running, except nodes whose output will be
+        discarded.
+        """
         if self._segment(first) is None:
             records = {address: files.read(self._root, _key(address)) for address in addresses}
             missing = [str(address) for address, data in records.items() if data is None]
@@ -180,8 +195,8 @@ class Ledger:
         self._remove_closed(addresses)
 
     def reopen(self, addresses: Iterable[Address]) -> None:
-        """Write the records of the segments that hold these addresses as single files again, and remove the
-        segments. No worker may run meanwhile."""
+        """Undo `close` for the segments of these addresses. Every record of such a segment becomes a single file again,
+        and the segment is removed. No worker may run meanwhile."""
         for first in sorted({first_step(address.step) for address in addresses}):
             self._reopen(first)
 
@@ -213,17 +228,18 @@ class Ledger:
             if first in self._segments:
                 self._segments.move_to_end(first)
                 return self._segments[first]
-            data = files.read(self._root, segment_key(first))
-            if data is None:
-                return None
+        data = files.read(self._root, segment_key(first))  # without the lock, since a slow store may take long
+        if data is None:
+            return None
+        with self._reading:
             segment = self._segments[first] = decode_segment(data, self._root.at(segment_key(first)))
             if len(self._segments) > _SEGMENTS_KEPT:
                 self._segments.popitem(last=False)
             return segment
 
     def _closed_addresses(self, first: int, stage: str | None) -> Iterable[Address]:
-        """Return the addresses of one stage in a segment, which are cached. With `stage` None, return all addresses in
-        it."""
+        """Return the addresses of one stage in the segment that begins with step `first`. If `stage` is None, return
+        the addresses of all stages. The result for a single stage is cached."""
         if (first, stage) not in self._of_stage:
             segment = self._segment(first)
             places = segment.places.keys() if segment is not None else ()
@@ -233,8 +249,15 @@ class Ledger:
         return self._of_stage[first, stage]
 
     def _remove_closed(self, addresses: Iterable[Address]) -> None:
-        """Remove the files of records that are in segments."""
-        closed = [address for address in addresses if self._closed(address) is not None]
+        """Remove the single files of records at these addresses. A file is removed only if a segment has its record
+        too."""
+        by_segment: dict[int, list[Address]] = {}
+        for address in addresses:
+            by_segment.setdefault(first_step(address.step), []).append(address)
+        closed = []
+        for first, of_segment in by_segment.items():
+            if (segment := self._segment(first)) is not None:
+                closed += [address for address in of_segment if address in segment.places]
         self.forget(closed)
         keys = [_key(address) for address in closed]
         for key in keys:
@@ -294,7 +317,8 @@ _SEGMENT = re.compile(r"closed/steps_(\d{6,})\.segment")
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment as it was read. Its records are checked when they are decoded."""
+    """The content of a segment's file, with the records of `SPAN` steps. Its table of contents has been checked. A
+    record is checked only when it is decoded."""
 
     places: Mapping[Address, tuple[int, int]]
     """Address -> (start, end) of its record in `data`."""
@@ -359,7 +383,7 @@ def decode_segment(data: bytes, where: str) -> Segment:
 DROPPED = "dropped.json"
 DROPPED_FORMAT = 1
 KEEP = "storage.keep.rollouts"
-"""The setting under which rollouts are deleted."""
+"""Key path of the setting that makes a run delete the arrays of old rollouts. It is used in files and messages."""
 
 
 def read_dropped(run: files.Root) -> int:

@@ -115,8 +115,9 @@ BEAT_S = 2.0
 HOLDER_TIMEOUT_S = 30.0
 STALE_S = 300.0
 _LOOKS, _PAUSE_S = 3, 0.05
-"""Number of attempts to lock a file that another process of this host has locked, and the seconds between them. More
-than one is needed because a process that only asks for the holder (`holder`) has the lock for an instant."""
+"""Number of attempts to lock a file that another process of this host has locked, and the seconds between them. The
+first attempt may fail although nobody holds the file: the function `holder`, which only names the holder, locks the
+file for an instant."""
 _WATCH_S = 0.5
 """Seconds between attempts to lock a file whose last holder was on another host."""
 
@@ -196,8 +197,15 @@ def boot_identity() -> str:
 
 
 def _take(lock: IO[str], path: Path) -> None:
-    """Take the lock. If the file names a holder on another host, first wait until that holder is silent. Raises
-    HeldByAnother if another process has the lock, or if the holder on the other host is alive."""
+    """Take the lock. The lock's file names its last holder. If this was a process of this host, only the system's lock
+    counts.
+
+    The system's lock may not reach another host. But a living holder keeps changing the file's modification time. So if
+    the last holder was on another host, watch the modification time for up to `HOLDER_TIMEOUT_S` seconds. If it
+    changes, the holder is alive. If it does not change, or is already `STALE_S` seconds old, take the lock.
+
+    Raises HeldByAnother if the holder on the other host is alive, or if another process has the lock.
+    """
     began, first, looks, age_s = time.monotonic(), _time(path), 0, None
     while True:
         locked = _try_lock(lock)
@@ -232,8 +240,8 @@ def _try_lock(lock: IO[str]) -> bool:
 
 
 def _last_holder(lock: IO[str]) -> Holder | None:
-    """Return the holder that the file names. Return None if the file is empty, because the last holder ended normally,
-    or if another version of this program wrote it."""
+    """Return the last holder, as written in the lock's file. Return None if the file is empty, because this holder
+    ended normally, or if another version of this program wrote it."""
     lock.seek(0)
     try:
         return Holder(**json.loads(lock.read()))
@@ -249,8 +257,8 @@ def _time(path: Path) -> int:
 
 
 def _age_s(path: Path) -> float:
-    """Return the seconds since the file's modification time, by the clock of the filesystem. A new file tells the
-    present time of this clock."""
+    """Return the number of seconds since the file was modified, by the clock of the filesystem. To read this clock, a
+    new file is created and removed."""
     probe = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     probe.touch(exist_ok=False)
     try:

@@ -72,9 +72,13 @@ class Split:
 
 
 def load_split(config: PreferencesConfig, seed: int) -> Split:
-    """Return all judgements of a source, split at random by prompt, or by rated text. The split depends on `seed`. With
-    `data.held_out_url`, the held-out set is all judgements of that file, and the judgements of `data.url` are split
-    into the other two sets. Raises PreferencesError if judgements cannot be used or are too few."""
+    """Return the judgements of a source, divided at random into a training, a validation and a held-out set. All
+    judgements of a prompt are in the same set. For ratings, all ratings of a text are in the same set. The division
+    depends on `seed`.
+
+    If `data.held_out_url` is given, all judgements of that file are the held-out set. The judgements of `data.url` then
+    make the training and the validation set. Raises PreferencesError if judgements cannot be used or are too few.
+    """
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
     held_out: list[Judgement] | None = None

@@ -24,7 +24,7 @@ _CONSTRAINTS = "constraints"
 
 @dataclass(frozen=True)
 class Problem:
-    """A value that cannot work."""
+    """A setting with a value that cannot work, and a description of a value that would work."""
 
     key: str
     """Path of the setting, as a user writes it: `engine.max_rows`."""
@@ -76,7 +76,7 @@ def between(least: float, most: float, hint: str = "", *, ends: bool = True) -> 
 
 
 def finite(hint: str = "") -> Constraint:
-    """Return the constraint on a finite number."""
+    """Return the constraint that a number is finite. `hint` follows the condition in the message."""
     return Constraint(f"finite{hint}", math.isfinite)
 
 

@@ -37,11 +37,14 @@ class RowsError(ValueError):
 
 
 def read_rows(url: str) -> Iterator[Row]:
-    """Return an iterator over all rows of a file, in the order of the file and without blank lines. Raises RowsError if
-    the file or a line cannot be read, or if `READERS` lacks the ending of the file's name."""
+    """Return an iterator over the rows of a file, in the order of the file and without blank lines. The ending of the
+    file's name decides how the file is read. Raises RowsError if the ending is not in `READERS`, or if the file or a
+    line cannot be read."""
     suffix = PurePosixPath(url).suffix
     if suffix not in READERS:
-        raise RowsError(f"{url!r} ends in {suffix!r}, available: {', '.join(READERS)}")
+        need = f"a file with an ending of {', '.join(READERS)}"
+        export = 'datasets.load_dataset(NAME, split="train").to_json("prompts.jsonl")'
+        raise RowsError(f"{url!r} ends in {suffix!r}; must be {need}. A data set of a hub is not fetched: {export}")
     return READERS[suffix](url)
 
 
@@ -179,7 +182,10 @@ def load_texts(config: PromptsConfig) -> list[PromptItem]:
     URL, line (from 1) or row (from 0) and field."""
     plain = PurePosixPath(config.url).suffix == ".txt" and config.field == "prompt"
     if has_columns(config.url) and not config.field.isdecimal() and not plain:
-        raise PromptsError(f"prompts.field: {config.url}: must be a 0-based column number, given {config.field!r}")
+        need = "must be a 0-based column number"
+        if PurePosixPath(config.url).suffix == ".txt":
+            need = "give prompts.field=prompt if each line is a prompt, or the 0-based number of a column"
+        raise PromptsError(f"prompts.field: given {config.field!r}; {config.url}: {need}")
     try:
         rows = ((where, {"prompt": line}) for where, line in _lines(config.url)) if plain else read_rows(config.url)
         items = [_item(config, where, row) for where, row in rows]

@@ -138,10 +138,12 @@ class Scores(Record):
     scores: Float32[np.ndarray, " rows"]
     parts: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
     disagreement: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
-    """Name of a part -> standard deviation over the members of its ensemble."""
+    """Name of a component of the reward -> standard deviation over the members of its ensemble, per row. Has only
+    components that are ensembles."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return name of a stored array -> array: `scores`, and an array for each part and each disagreement."""
+        """Return name of a stored array -> array: `scores`, one array for each entry of `parts`, and one for each entry
+        of `disagreement` (how far the members of an ensemble differ)."""
         parts = {f"{SCORE_PREFIX}{name}": array for name, array in self.parts.items()}
         return {
             "scores": self.scores,
@@ -151,8 +153,8 @@ class Scores(Record):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Return the record with these arrays. A record of an older run has no parts, because such runs stored only the
-        weighted sum."""
+        """Return the scores that are stored in these arrays. `parts` is empty for scores of an older run, because such
+        runs stored only the weighted sum."""
 
         def named(prefix: str) -> dict[str, np.ndarray]:
             return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
@@ -221,8 +223,9 @@ class CanaryPolicyLogprobs(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class CanaryLogprobs(Record):
-    """Output of `canary`: an engine's log-probs of the first sampled tokens of a shard's first rows. The engine has the
-    version of the weights that the trainer's log-probs belong to."""
+    """Output of `canary`: an engine's log-probs of the first sampled tokens of a shard's first rows. They are compared
+    with the trainer's log-probs of the same tokens (`CanaryPolicyLogprobs`). Engine and trainer use the same version of
+    the weights for this."""
 
     KIND: ClassVar[str] = "canary"
     canary_logprobs: Float32[np.ndarray, "rows seq"]

@@ -27,11 +27,13 @@ _ENDINGS = ("password", "secret", "token", "apikey", "accesskey", "secretkey", "
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>`]+)")
 _PASSWORD = re.compile(r"(\s*[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#@:]*:[^\n]*@")
-"""Matches the beginning of a value that is a URL with a password. Such a password may have spaces and quotes, although
-these end a URL inside a longer text."""
+"""Matches the beginning of a setting's value that is a URL with a password, up to the last `@` of the line. Here the
+password may contain spaces and quotes, because the whole value is the URL. (In a longer text, a URL ends at a space or
+a quote: see `_URL`.)"""
 _VALUE = r"(\"[^\"]*\"|'[^']*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,;&'\"{}\[\]()]+)"
 _EXAMPLE = r"(?!key=value[`.,;:)]*(?:\s|$))"
-"""Excludes the words `key=value`, with which messages show how a setting is written."""
+"""Part of a pattern for secrets. It prevents a match at the words `key=value`, so that these words are not redacted.
+Messages use them to show how a setting is written."""
 _ASSIGNED = re.compile(rf"((?:(?<![\w.-])|(?<![\w.-])--){_EXAMPLE}([A-Za-z_][\w.-]*)=){_VALUE}")
 _MAPPED = re.compile(rf"([{{,('\"]\s*['\"]?([A-Za-z_][\w.-]*)['\"]?\s*:\s*){_VALUE}")
 _OPTION = re.compile(rf"(--([A-Za-z][\w-]*)\s+){_VALUE}")

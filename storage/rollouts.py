@@ -5,8 +5,9 @@
     attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet at their chunk keys
 
 In an object store each request takes a round trip, so the files of an attempt are one object there
-(`...-1f6c2a9b.packed`). Such an object is not renamed: its files are written once more, at their chunk keys, and then
-the object is removed.
+(`...-1f6c2a9b.packed`). Such an object is not renamed: its files are written once more, at their chunk keys. A worker
+keeps the object for some steps, since other workers read a record from it with one request (`prefetch`), and then
+removes the objects of a step together.
 
 Writing is a write-ahead log of files (law 2 of docs/architecture.md):
 
@@ -51,7 +52,6 @@ content again.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -72,7 +72,7 @@ from storage import files
 from storage.address import Address
 from storage.commits import ArrayInfo, Commit, Provenance, checksum, new_attempt
 from storage.config import Durability, Layout, Layouts
-from storage.errors import DamagedCommit, DroppedOutput, MissingOutput, StoreError
+from storage.errors import DamagedCommit, DroppedOutput, MissingOutput, StoreError, StoreRefused, StoreUnavailable
 from storage.files import Writeback
 from storage.ledger import KEEP, Ledger, read_dropped, write_dropped
 from storage.records import RECORD_TYPES, Record, check_finite, check_logprobs, concatenate, describe
@@ -87,6 +87,9 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, StoreError)
 _STORE = "rollouts.zarr"
 _PACKED = ".packed"
 _MOST_DESCRIBED = 4096
+_STEPS_KEPT = 3
+"""Number of steps after which a worker removes the object of an attempt. A step's readers are within the window of a
+run. A later reader finds the files at their chunk keys."""
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
 
@@ -108,7 +111,8 @@ class RolloutStore:
         `attempts/` are created in it.
 
         `recent_bytes`: maximum size of the cache of records. All readers get the same cached record. `writeback`: the
-        thread that settles what `write` commits; the caller closes it. Without `writeback`, `write` settles by itself.
+        thread that moves committed files to their final place; the caller closes it. Without `writeback`, the method
+        `write` moves them itself.
         """
         run = files.open_root(url, durability)
         self._data = run.below(_STORE)
@@ -122,6 +126,8 @@ class RolloutStore:
         self._described: set[str] = set()
         """Keys of metadata that is known to exist. The set is emptied when it is large, and when arrays are deleted."""
         self._lock = threading.Lock()
+        self._kept: dict[int, list[str]] = {}
+        """Step -> keys of settled attempts whose objects other workers may still read. Only `settle` uses it."""
 
     @property
     def url(self) -> str:
@@ -152,16 +158,16 @@ class RolloutStore:
         attempt = attempt or new_attempt()
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
         # If the commit itself raises, nothing is discarded: the commit may exist, and `recover` will find out.
-        winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
-        if winner.attempt == attempt:
-            self._recent.put((address, attempt), record)
-            known = None if self._run.fs is None else contents
-            if self._writeback is None:
-                self.settle(winner, known)
-            else:
-                self._writeback.submit(lambda: self.settle(winner, known))
-        else:
+        winner = self._commit(prepared, before=lambda: self._write_attempt(prepared, contents))
+        if winner.attempt != attempt:
             self._discard(address, attempt)
+            return winner
+        self._recent.put((address, attempt), record)
+        known = None if self._run.fs is None else contents
+        if self._writeback is None:
+            self.settle(winner, known)
+        else:
+            self._writeback.submit(lambda: self._settle_unless_late(winner, known))
         return winner
 
     def commit_only(
@@ -175,7 +181,23 @@ class RolloutStore:
     ) -> Commit:
         """Commit an output without arrays (an update, a publish). Return the winning commit."""
         name, now = attempt or new_attempt(), time.time()
-        return self._ledger.commit(Commit(address, name, None, 0, {}, provenance, now, metrics or {}, digest=digest))
+        winner = self._commit(Commit(address, name, None, 0, {}, provenance, now, metrics or {}, digest=digest))
+        if self._writeback is not None:
+            self._writeback.submit(lambda: self._ledger.closed_winner(address))
+        return winner
+
+    def _commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
+        """Make an output exist, and return the winning commit. With a writeback thread, the caller has this thread look
+        for an earlier commit in the segment of the step. So its next node does not wait for one more round trip."""
+        return self._ledger.commit(commit, before, closed=self._writeback is None)
+
+    def _settle_unless_late(self, commit: Commit, contents: Mapping[str, bytes] | None) -> None:
+        """Settle a commit, or discard its attempt if the segment of its step has an earlier commit."""
+        earlier = self._ledger.closed_winner(commit.address)
+        if earlier is None or earlier.attempt == commit.attempt:
+            self.settle(commit, contents)
+        else:
+            self._discard(commit.address, commit.attempt)
 
     def prepare(
         self,
@@ -200,8 +222,12 @@ class RolloutStore:
         `contents`: name -> content of the attempt's files, if known. They are used only with an object store. There
         the files are written again at their chunk keys, because an object store cannot rename files."""
         metadata = {key: data for key, data in self._metadata(commit).items() if key not in self._described}
-        stored = files.map_items(self._data, lambda key: files.read(self._data, key), metadata)
-        write_metadata(self._run, {key: metadata[key] for key, data in zip(metadata, stored, strict=True) if not data})
+        # A group may have attributes, which stay. An array in an object store is described without a look whether it
+        # is described already: the look would take a request too.
+        looked_at = [key for key, data in metadata.items() if self._run.fs is None or data == GROUP_METADATA]
+        stored = files.map_items(self._data, lambda key: files.read(self._data, key), looked_at)
+        described = {key for key, data in zip(looked_at, stored, strict=True) if data}
+        write_metadata(self._run, {key: data for key, data in metadata.items() if key not in described})
         if len(self._described) > _MOST_DESCRIBED:
             self._described.clear()
         self._described.update(metadata)
@@ -212,34 +238,61 @@ class RolloutStore:
                 files.move(self._run, f"attempts/{source}/{name}", f"{_STORE}/{target}")
         elif contents := contents or self._read_packed(commit):
             files.write_together(self._run, _STORE, {target: contents[name] for name, target in targets.items()})
-        self._discard(commit.address, commit.attempt)
+        if self._run.fs is None or self._writeback is None:
+            self._discard(commit.address, commit.attempt)
+        else:
+            self._keep_for_readers(commit)
+
+    def _keep_for_readers(self, commit: Commit) -> None:
+        """Leave the object of a settled attempt to other workers, and remove the objects of old steps."""
+        step = commit.address.step
+        self._kept.setdefault(step, []).append(attempt_key(commit.address, commit.attempt) + _PACKED)
+        old = [kept for kept in self._kept if kept <= step - _STEPS_KEPT]
+        files.remove_all(self._attempts, [key for kept in old for key in self._kept.pop(kept)])
 
     def recover(self, *, discard: bool = True) -> int:
-        """Finish the work of dead processes, and return the number of settled attempts. Raises DamagedCommit.
+        """Finish the work of processes that died while they wrote outputs. Return the number of attempts that were
+        settled. To settle an attempt is to move its files to their final place in the Zarr hierarchy.
 
-        - An attempt that was committed is settled, unless its object in an object store is damaged. A damaged object
-          stays, and its arrays are missing for every reader.
-        - An attempt is discarded if another attempt at its address was committed, or if its arrays count as deleted
-          (`dropped`). Without `discard` it stays, since its process may be alive and need the files.
+        - A committed attempt is settled. In an object store, its files are packed into one object. The attempt may have
+          been settled before, since a worker keeps the objects of some steps. If the object is damaged, it is removed
+          if the arrays are at their chunk keys. Otherwise it stays, and readers do not find the arrays.
+        - An attempt is removed if another attempt at its address was committed, or if its arrays count as deleted
+          (`dropped`). If `discard` is False it stays, since a living process may still need it.
         - An attempt at an address without a commit stays, since its process may be about to commit.
+
+        Raises DamagedCommit.
         """
-        settled, before = 0, self.dropped_before()
-        for address, attempt in self.attempts():
+        before = self.dropped_before()
+
+        def finish(found: tuple[Address, str]) -> bool:
+            """Return True if the attempt had to be settled."""
+            address, attempt = found
             commit = self._ledger.closed_winner(address) or self._ledger.find(address)
-            if commit is not None and commit.attempt == attempt and not dropped(address, before):
-                try:
-                    self.settle(commit)
-                except DamagedAttempt as error:
+            if commit is None:
+                return False
+            if commit.attempt != attempt or dropped(address, before):
+                if discard:
+                    self._discard(address, attempt)
+                return False
+            try:
+                self.settle(commit)
+            except DamagedAttempt as error:
+                if self._is_in_place(commit):
+                    self._discard(address, attempt)
+                else:
                     print(error, file=sys.stderr, flush=True)
-                    continue
-                settled += 1
-            elif commit is not None and discard:
-                self._discard(address, attempt)
-        return settled
+                return False
+            return True
+
+        return sum(files.map_items(self._run, finish, self.attempts()))
 
     def restore_metadata(self, commits: Iterable[Commit]) -> None:
-        """Write the missing or damaged metadata by which plain readers find the arrays of these commits, except arrays
-        that count as deleted. `read` does not need this metadata. Only a driver without workers may call this."""
+        """Write the Zarr metadata of these commits' arrays, where it is missing or damaged. Programs that read the
+        arrays with Zarr alone need it. The method `read` does not need it.
+
+        Commits whose arrays count as deleted are skipped. Only a driver may call this, while no worker runs.
+        """
         before = self.dropped_before()
         for commit in commits:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
@@ -268,8 +321,9 @@ class RolloutStore:
         Raises:
             MissingOutput: nothing is committed, or the commit has no arrays.
             DroppedOutput: the arrays were deleted.
-            StoreError: an array is missing or damaged (naming array and address), or it is in an attempt's damaged
-                object (naming the object).
+            StoreError: an array is missing or damaged. The message names the array and its address. In an object store,
+                the arrays may still be packed into one object of the attempt. If that object is damaged, the message
+                names it.
         """
         commit = self._ledger.get(address)
         if commit.kind is None:
@@ -277,12 +331,23 @@ class RolloutStore:
         kept = self._recent.get((address, commit.attempt))
         if kept is not None:
             return kept
-        return self._decode(commit, self._chunks(commit, self._chunk_keys(commit)))
+        try:
+            return self._decode(commit, self._chunks(commit))
+        except (DroppedOutput, StoreRefused, StoreUnavailable):
+            raise
+        except StoreError:
+            # Arrays of an earlier commit, which was archived, may still be in the place of an attempt's files until
+            # these are moved there.
+            chunks = self._in_attempt(commit)
+            return self._decode(commit, chunks if None not in chunks else self._in_place(commit))
 
     def prefetch(self, addresses: Iterable[Address]) -> None:
         """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.
-        Do nothing for a local store, or if the records would fill more than half of the cache. Records
-        that are missing, damaged or not at their chunk keys yet are skipped. Raises StoreUnavailable."""
+        Do nothing for a local store, or if the records would fill more than half of the cache.
+
+        The object with the attempt's files is tried first, since one request reads all arrays. Skip records that are
+        missing or damaged. Raises StoreUnavailable.
+        """
         if self._run.fs is None:
             return
 
@@ -297,13 +362,18 @@ class RolloutStore:
         if 2 * num_bytes > self._recent.max_bytes:
             return
         commits = [commit for commit in found if self._recent.get((commit.address, commit.attempt)) is None]
-        keys = [[f"{_group(commit.address)}/{key}" for key in self._chunk_keys(commit)] for commit in commits]
-        chunks = iter(files.map_items(self._data, lambda key: files.read(self._data, key), itertools.chain(*keys)))
-        for commit, of_commit in zip(commits, keys, strict=True):
-            own = list(itertools.islice(chunks, len(of_commit)))
-            if None not in own:
+
+        def look(commit: Commit) -> list[bytes | None]:
+            with suppress(DamagedAttempt):
+                chunks = self._in_attempt(commit)
+                if None not in chunks:
+                    return chunks
+            return self._in_place(commit)
+
+        for commit, chunks in zip(commits, files.map_items(self._run, look, commits), strict=True):
+            if None not in chunks:
                 with suppress(StoreError):
-                    self._decode(commit, own)
+                    self._decode(commit, chunks)
 
     def _decode(self, commit: Commit, chunks: Sequence[bytes | None]) -> Any:
         """Return the record of a commit, given the contents of its files in the order of `_chunk_keys`, and keep it in
@@ -348,8 +418,8 @@ class RolloutStore:
         return len(gone)
 
     def make_anew(self, step: int) -> None:
-        """Record that the arrays of this step and later ones no longer count as deleted, because they are about to be
-        computed again."""
+        """Record that the deleted arrays of step `step` and of later steps are about to be computed again. From now on
+        they do not count as deleted."""
         if step < self.dropped_before():
             write_dropped(self._run, step)
 
@@ -416,36 +486,54 @@ class RolloutStore:
                 yield name, template, shard
 
     def _chunk_keys(self, commit: Commit) -> list[str]:
-        """Return the keys of a commit's files below their group."""
+        """Return the keys of a commit's files, such as `tokens/c.3.0`. A key is relative to the Zarr group of the
+        commit, which belongs to its step or its evaluated version."""
         return [f"{name}/{template.key(shard)}" for name, template, shard in self._blocks(commit)]
 
     def _metadata(self, commit: Commit) -> dict[str, bytes]:
-        """Return the metadata by which plain readers find a commit's arrays: key -> content."""
+        """Return the Zarr metadata of a commit's arrays and groups: key of a `zarr.json` file -> its content. Programs
+        that read the arrays with Zarr alone need it."""
         group = _group(commit.address)
         metadata = {"zarr.json": GROUP_METADATA, f"{group}/zarr.json": GROUP_METADATA} if commit.arrays else {}
         arrays = {name: template for name, template, _ in self._blocks(commit)}
         return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
-    def _chunks(self, commit: Commit, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the contents of a commit's files, from their chunk keys or from the attempt; None for a missing file.
-        Reads the chunk keys once more at the end, because the files may move between the first two reads."""
-        group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
+    def _chunks(self, commit: Commit) -> list[bytes | None]:
+        """Return the contents of a commit's files, in the order of `_chunk_keys`; None for a missing file.
 
-        def settled() -> list[bytes | None]:
-            return files.map_items(self._data, lambda key: files.read(self._data, f"{group}/{key}"), keys)
-
-        def attempted() -> list[bytes | None]:
-            if self._run.fs is None:
-                return [files.read(self._attempts, f"{source}/{in_attempt(key)}") for key in keys]
-            packed = self._read_packed(commit) or {}
-            return [packed.get(in_attempt(key)) for key in keys]
-
-        contents: list[bytes | None] = [None] * len(keys)
-        for look in (settled, attempted, settled):
-            contents = [a if a is not None else b for a, b in zip(contents, look(), strict=True)]
+        A file is at its final place in the Zarr hierarchy, or still in the attempt. Another process may move it there
+        at any time. So look at the final place, then in the attempt, and then once more at the final place.
+        """
+        contents = self._in_place(commit)
+        for look in (self._in_attempt, self._in_place):
             if None not in contents:
                 break
+            contents = [a if a is not None else b for a, b in zip(contents, look(commit), strict=True)]
         return contents
+
+    def _in_place(self, commit: Commit) -> list[bytes | None]:
+        """Return what is at a commit's chunk keys."""
+        keys = [f"{_group(commit.address)}/{key}" for key in self._chunk_keys(commit)]
+        return files.map_items(self._data, lambda key: files.read(self._data, key), keys)
+
+    def _is_in_place(self, commit: Commit) -> bool:
+        """Return True if a commit's arrays are at their chunk keys, with the CRC-32 of the commit."""
+        try:
+            self._decode(commit, self._in_place(commit))
+        except (StoreRefused, StoreUnavailable):
+            raise
+        except StoreError:
+            return False
+        return True
+
+    def _in_attempt(self, commit: Commit) -> list[bytes | None]:
+        """Return a commit's files as they are in its attempt. Raises DamagedAttempt."""
+        names = [in_attempt(key) for key in self._chunk_keys(commit)]
+        if self._run.fs is None:
+            source = attempt_key(commit.address, commit.attempt)
+            return [files.read(self._attempts, f"{source}/{name}") for name in names]
+        packed = self._read_packed(commit) or {}
+        return [packed.get(name) for name in names]
 
     def _encode(
         self,
@@ -482,8 +570,9 @@ class RolloutStore:
             files.remove(self._attempts, key + _PACKED)
 
     def _read_packed(self, commit: Commit) -> dict[str, bytes] | None:
-        """Return the files of an attempt in an object store (name -> content); None if their object does not exist (any
-        more). Raises DamagedAttempt if the object is damaged."""
+        """Return the files of an attempt in an object store: name -> content. All files of an attempt are packed into
+        one object. Return None if this object does not exist, or no longer exists. Raises DamagedAttempt if it is
+        damaged."""
         key = attempt_key(commit.address, commit.attempt) + _PACKED
         data = files.read(self._attempts, key)
         return None if data is None else unpack(data, self._attempts.at(key))
@@ -537,8 +626,8 @@ def of_attempt_key(name: str) -> tuple[Address, str] | None:
 
 
 def in_attempt(key: str) -> str:
-    """Return the name of a file in its attempt's directory. `key`: key of the file below its group. The directory is
-    flat, so that one sync covers it."""
+    """Return the name of a file in its attempt's directory. `key`: path of the file below the Zarr group of its step or
+    evaluation. The attempt's directory has no subdirectories, so that one sync covers it."""
     return key.replace("/", ".")
 
 
@@ -583,9 +672,12 @@ def encode_record(
 
 
 def write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
-    """Write the metadata by which plain readers find arrays. Several processes may do so at once, since they write the
-    same bytes. Temporary files stay outside the hierarchy, since Zarr warns about unknown files. An object store needs
-    no temporary files."""
+    """Write Zarr metadata: key below `rollouts.zarr` -> content. Programs that read the arrays with Zarr alone need it.
+    Several processes may write it at once, since they write the same bytes.
+
+    In a local store, the files are first written outside the Zarr hierarchy, since Zarr warns about unknown files. An
+    object store needs no temporary files.
+    """
     if not contents:
         return
     if run.fs is not None:

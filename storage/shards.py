@@ -50,9 +50,9 @@ _SUM_BYTES = 4
 
 @dataclass(frozen=True)
 class Template:
-    """The layout of an array of a Zarr group. It encodes and decodes one shard at a time, in any number of threads. A
-    process makes only one template for each layout, dtype and number of dimensions, since making Zarr's metadata takes
-    milliseconds."""
+    """Encodes and decodes the shards of a Zarr array. A call handles one shard, and several threads may call at once. A
+    `RolloutStore` keeps one template for all arrays with the same layout, dtype and number of dimensions, since making
+    Zarr's metadata takes milliseconds."""
 
     metadata: bytes
     dtype: np.dtype[Any]
@@ -90,11 +90,12 @@ class Template:
         return ".".join(["c", str(shard)] + ["0"] * (len(self.chunk) - 1))
 
     def described(self, attributes: Mapping[str, Any]) -> bytes:
-        """Return `metadata` with these attributes."""
+        """Return the content of the array's `zarr.json`: `metadata` with its attributes replaced by these."""
         return _with_attributes(self.metadata, attributes)
 
     def _as_stored(self, block: np.ndarray) -> np.ndarray:
-        """Return the rows as they are stored. Raises ValueError if their shape is not a shard's."""
+        """Return the rows as a C-contiguous array of the stored dtype. Raises ValueError if `block` does not have the
+        shape of a shard."""
         shape = (self.chunk[0] * self.num_chunks, *self.chunk[1:])
         if block.shape != shape:
             raise ValueError(f"rows of shape {block.shape}, but a shard's is {shape}")
@@ -141,7 +142,7 @@ def _compressors() -> list[Any]:
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
-    """Return the metadata of a group with these attributes."""
+    """Return the content of the `zarr.json` of a Zarr group that has these attributes."""
     return _with_attributes(GROUP_METADATA, attributes)
 
 
@@ -150,7 +151,7 @@ def _with_attributes(metadata: bytes, attributes: Mapping[str, Any]) -> bytes:
 
 
 def is_group(data: bytes | None) -> bool:
-    """Return True for the metadata of a group, whatever its attributes are."""
+    """Return True if `data` is the metadata of a Zarr group, whatever the group's attributes are."""
     try:
         document = json.loads(data or b"")
     except ValueError:

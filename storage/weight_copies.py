@@ -1,4 +1,5 @@
-"""Versions of weights that are sent from one host's board to another's, in pieces and in order.
+"""Versions of weights that are sent from one host to another, in pieces and in order. A board is the directory of a
+host's published weights.
 
     sending board                                  receiving board
     v000012-….bin ──► OutgoingVersion ──pieces──►  IncomingVersion ──► v000012-<pid>-<hex>.copy: only appended to
@@ -35,9 +36,11 @@ _COPY, _STAGED = ".copy", ".copy.manifest"
 
 @contextmanager
 def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bool]:
-    """Hold this host's lock for receiving a version while the block runs, and yield True. If another process holds the
-    lock, wait for it. If `wait_s` is 0, do not wait, but yield False. After a wait the version may have arrived
-    already, so the caller must check that first.
+    """Return a context that holds this host's lock for receiving a version of the weights. It yields True if it holds
+    the lock.
+
+    If another process has the lock, wait for it as long as bytes of the version arrive. By the end of the wait the
+    version may have arrived, so the caller must check that first. If `wait_s` is 0, do not wait, and yield False.
 
     Raises:
         StoreError: no bytes have arrived for `wait_s` seconds, and another process still holds the lock. The message
@@ -82,8 +85,9 @@ def is_copy(manifest: Manifest) -> bool:
 
 
 class IncomingVersion(Closing):
-    """The files of a version that is arriving. If this object is closed before `finish`, no files are left. Only the
-    holder of `receiving` may use this object."""
+    """The files of a version of the weights that is arriving from another host. If this object is closed before
+    `finish`, no files are left. Use it only inside the block of `receiving`, which holds this host's lock for the
+    version."""
 
     def __init__(self, board: WeightBoard, manifest: Manifest) -> None:
         """Create the files. `manifest`: manifest of the sending board. Raises OSError if there is no space."""
@@ -131,7 +135,8 @@ class IncomingVersion(Closing):
         self.num_bytes += piece.nbytes
 
     def _check(self, piece: memoryview) -> None:
-        """Continue the tensors' sums over a piece. Raises DamagedWeights, naming the tensor, if a sum is wrong."""
+        """Add a piece to the running checksums of the tensors. When a tensor is complete, compare its checksum with the
+        manifest's. Raises DamagedWeights, naming the tensor, if they differ."""
         end = self.num_bytes + piece.nbytes
         while self._checked < len(self._tensors):
             tensor = self._tensors[self._checked]
@@ -169,8 +174,9 @@ class IncomingVersion(Closing):
 
 
 class OutgoingVersion(Closing):
-    """An open file of a version that a board has, or is receiving. It needs no lease: an open file can be read to its
-    end even after the version was released."""
+    """An open file of a version of the weights, from which this host sends the version to others. The version was
+    published or received here, or is still arriving. No lease is needed: an open file can be read to its end even after
+    the version was released."""
 
     def __init__(self, board: WeightBoard, version: int, digest: str | None = None) -> None:
         """Open a version. `digest`: the digest that its manifest must have; None: any. Raises MissingOutput if there is
@@ -190,8 +196,8 @@ class OutgoingVersion(Closing):
         raise MissingOutput(f"weights v{version} are not in {board.directory}, nor on their way there")
 
     def num_ready(self) -> int:
-        """Return the number of bytes that can be read now. Raises MissingOutput if bytes are missing and their receiver
-        has ended."""
+        """Return the number of bytes that can be read now. It grows while the version is still arriving on this host.
+        Raises MissingOutput if bytes are missing and the process that received them has ended."""
         there = os.fstat(self._file)
         if there.st_size < self.manifest.file_bytes and (there.st_nlink == 0 or not owner_alive(self._path)):
             there = os.fstat(self._file)  # the receiver may have finished, and ended, since we looked

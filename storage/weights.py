@@ -1,17 +1,17 @@
 """Versions of named tensors in shared memory. A publisher writes each version once; readers map it without a copy.
 
-The board's directory lies on tmpfs (e.g. /dev/shm/stageline-NAME; any local directory works), and only its user can
-enter it:
+The versions of a host are files in one directory, the board (`WeightBoard`). The directory is on tmpfs (e.g.
+/dev/shm/stageline-NAME; any local directory works), and only its user can enter it:
 
     v000012-<pid>-<hex>.bin        the tensors' bytes, each at a multiple of 64
     v000012.json                   the manifest, linked to this name last: it makes the version exist
     v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
-    spare.bin                      memory of the version released last, for the next version
+    spare.bin                      the .bin of the version that was released last; the next version overwrites it
 
 A version that was published on another host has a `.copy` instead of a `.bin` (`storage/weight_copies.py`). A manifest
-names its .bin, so that two publishers of one version cannot mix their files. A publisher that was killed may
-leave a .bin without a manifest; the next publish of that version removes it. Publisher and readers must see each
-other's pids (one host, one pid namespace).
+names its .bin, so that two publishers of one version cannot mix their files. A publisher that was killed may leave a
+.bin without a manifest; the next publish of that version removes it. Publisher and readers must see each other's pids
+(one host, one pid namespace).
 
 Several processes of a host can write one version together. One process opens an `attempt`. All processes put their
 parts of the tensors at the tensors' places. Then each process computes the checksums of some tensors, and the process
@@ -73,7 +73,7 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class TensorInfo(FilePlace):
-    """Place and sum of a tensor."""
+    """Place of a tensor in a version's file, and checksum of its bytes."""
 
     xxh3: int
     """XXH3-64 of the bytes. Generation with a new version waits for these sums. CRC-32 would take seven times as
@@ -121,8 +121,8 @@ class WeightAttempt:
     file: str
     places: tuple[FilePlace, ...]
     exists: bool
-    """True if the version exists already, and `file` is its file. `WeightBoard.put` then compares and writes
-    nothing."""
+    """True if the version was published before this attempt. The attempt's `file` is then the file of that version.
+    `WeightBoard.put` writes nothing, and checks that the file already has the same bytes."""
 
 
 class WeightLease(Closing):
@@ -142,10 +142,11 @@ class WeightLease(Closing):
         return self._lease.with_name(self.manifest.file)
 
     def verify(self, look: Callable[[TensorInfo, np.ndarray], None] = lambda info, numbers: None) -> None:
-        """Read every byte once. Raises DamagedWeights, naming tensor and file, if a sum differs from the manifest's.
+        """Read every byte of the version once, and compare each tensor's checksum with the manifest's. Raises
+        DamagedWeights, naming tensor and file, if they differ.
 
-        `look` sees all numbers of a tensor, in flat pieces, while they are in the processor's cache. Its exceptions
-        pass through.
+        `look` is called with each tensor's data, in flat pieces, while they are in the processor's cache. Its
+        exceptions are not caught.
         """
         for info in self.manifest.tensors:
             seen = xxhash.xxh3_64()
@@ -189,7 +190,11 @@ class WeightBoard(Closing):
     @contextlib.contextmanager
     def attempt(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightAttempt]:
         """Return a context in which a version can be written. When the context ends, the attempt's file is removed
-        unless it has become the version's file. Raises ValueError if the version exists already with other places."""
+        unless it has become the version's file.
+
+        `places`: name, dtype, shape and byte range of each tensor. Raises ValueError if the version exists already with
+        other tensors or byte ranges.
+        """
         existing = self.manifest(version)
         if existing is not None:
             begun = WeightAttempt(version, existing.file, places, exists=True)
@@ -239,9 +244,10 @@ class WeightBoard(Closing):
         return sums
 
     def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
-        """Make a version exist. All parts of its tensors must have been written. Return the manifest that exists then:
-        the manifest of this attempt, or of a faster publisher. Raises ValueError if that manifest has other tensors
-        than this attempt."""
+        """Publish the version of this attempt: link its manifest. All parts of its tensors must have been written.
+        Return the manifest under which the version now exists. This is the attempt's manifest, unless another process
+        has published the version before. Raises ValueError if the tensors in that manifest differ from this attempt's.
+        """
         infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
         manifest = Manifest(attempt.version, attempt.file, infos, _digest(infos))
         staged = (self.directory / attempt.file).with_suffix(".manifest")
@@ -321,7 +327,8 @@ class WeightBoard(Closing):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tried(self, version: int, act: Callable[[], T]) -> T:
-        """Return the result of `act`. Errors of the filesystem name the version's files."""
+        """Return the result of `act`. If `act` raises an error of the filesystem, the path of the version's files is
+        added to the message."""
         return retried(act, str(self.directory / stem(version)), 0.0)
 
     def _begin(self, path: Path, num_bytes: int) -> None:

@@ -9,6 +9,7 @@ what it opens (`tests/support/leaks.py` checks it). `python -m pytest` alone run
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 # Before torch is imported, here and in the processes that tests start: two cores are shared by many of them, and
 # OpenMP's spinning threads slow one another down 5 to 17 times.
@@ -79,3 +80,12 @@ def _folder(item: pytest.Item) -> str:
 def _position(item: pytest.Item) -> int:
     order = (*LONGEST_FILES, *LONG_FIRST)
     return next((order.index(name) for name in (item.path.name, _folder(item)) if name in order), len(order))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """Print the end of each failure once more, below the list of skips: a log that is cut keeps its last lines."""
+    yield
+    for report in (*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")):
+        terminalreporter.write_line(f"{report.nodeid}, {report.when}:", red=True)
+        terminalreporter.write_line("\n".join(report.longreprtext.splitlines()[-8:]))

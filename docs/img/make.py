@@ -1,6 +1,6 @@
 """Make the README's pictures anew from a run of the demo: `python docs/img/make.py [key=value ...]`, some minutes.
 
-It starts the demo under the name `pictures` (`runs/pictures`), photographs its live page halfway, and its report at the
+It starts the demo in `runs/pictures`, photographs its live page halfway, and its report at the
 end, in Chromium (`make browser`), and copies the run's own plots.
 """
 
@@ -21,13 +21,13 @@ from pipeline.observe.journal import journal_exists
 from tests.support.browser import chromium
 
 HERE = Path(__file__).resolve().parent
-RUN = Path("runs/pictures")
+RUN = Path("runs/pictures/demo")
 COMMAND = (sys.executable, "-m", "pipeline.cli")
 SIZE = {"width": 1280, "height": 1000}
 
 
 def main() -> None:
-    with subprocess.Popen([*COMMAND, "run", "conf/run/demo.yaml", f"name={RUN.name}", *sys.argv[1:]]) as run:
+    with subprocess.Popen([*COMMAND, "run", "conf/run/demo.yaml", f"runs_dir={RUN.parent}", *sys.argv[1:]]) as run:
         while not journal_exists(RunPaths(RUN).events) and run.poll() is None:
             time.sleep(0.5)
         live_page(read_saved_config(str(RUN)).steps // 2)

@@ -158,7 +158,7 @@ again."""
 # ---- sources ---------------------------------------------------------------------------------------------
 
 
-def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> RunConfig:
+def config_from_sources(sources: Sequence[str], *, runs_here: bool = True, tries_rewards: bool = False) -> RunConfig:
     """Return the config that YAML files and key=value overrides give. Files are merged in the order given, then the
     overrides in the order given.
 
@@ -166,6 +166,7 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
         sources: files and overrides. A text with `=` is an override.
         runs_here: True if the run will be on this host. If so, and if settings are wrong, the model, the prompts and
             the rewards are read too, and their errors are reported with the errors of the settings.
+        tries_rewards: True if the rewards are also tried then (`pipeline/config/reward_trial.py`).
 
     Raises:
         ConfigError: lists all errors."""
@@ -175,12 +176,13 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True) -> Ru
     try:
         return load_config(files, overrides)
     except ConfigError as error:
-        refused = [one.key for one in error.errors]
-        config = readable_config(files, overrides, refused) if runs_here else None
+        config = readable_config(files, overrides, error.keys) if runs_here else None
         if config is None:
             raise
-        read_errors = import_module("pipeline.config.preflight").read_errors  # slow, and rarely needed
-        raise join_errors([error, *read_errors(config, refused)]) from error
+        further = import_module("pipeline.config.preflight").read_errors(config, error.keys)  # a slow import
+        if tries_rewards:
+            further += import_module("pipeline.config.reward_trial").trial_errors(config, error.keys)
+        raise join_errors([error, *further]) from error
 
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:
@@ -234,10 +236,20 @@ def read_saved_config(run_dir: str, overrides: Sequence[str] = (), *, variants: 
     elif paths.config.is_file():
         config = read_run_config(paths.config, overrides)
     else:
-        raise ConfigError(run_dir, "holds no run (no config.yaml in it); give a run's directory, for example runs/demo")
+        raise _no_run_error(paths.root)
     config.runs_dir = str(paths.root.resolve().parent)  # the directory may have been moved or be seen from elsewhere
     config.name = paths.root.resolve().name
     return config
+
+
+def _no_run_error(run_dir: Path) -> ConfigError:
+    """Return the error for a path that is no run's directory. It proposes a directory that the user may have meant."""
+    inside = Path("runs") / run_dir
+    if run_dir.is_file():
+        near: Path | str = run_dir.parent if RunPaths(run_dir.parent).config == run_dir else "runs/demo"
+        return ConfigError(str(run_dir), f"is a file; give a run's directory, for example {near}")
+    near = inside if RunPaths(inside).config.is_file() else "runs/demo"
+    return ConfigError(str(run_dir), f"holds no run (no config.yaml in it); give a run's directory, for example {near}")
 
 
 def has_begun(config: RunConfig) -> bool:

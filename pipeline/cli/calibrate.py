@@ -51,8 +51,8 @@ from pipeline.plan.scenario import scenario_of
 from pipeline.plan.simulate import play
 
 _SIMULATED_STEPS = 6
-"""Number of steps to simulate after the first `staleness` steps, which fill the pipeline. The step time is the median
-over all steps but the first."""
+"""Number of steps to simulate, in addition to the `staleness` steps in which the pipeline fills. The step time is the
+median over all simulated steps except the very first."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -128,13 +128,14 @@ def speeds_table(calibration: Calibration) -> Table:
     """Return a table of a calibration's speeds."""
     table = Table(title=f"speeds on {calibration.hardware}", title_justify="left", title_style="bold")
     table.add_column("work")
-    for heading in ("efficiency", "ms per call", "ms per node", "scatter", "nodes"):
+    for heading in ("efficiency", "element-wise", "ms per call", "ms per node", "scatter", "nodes"):
         table.add_column(heading, justify="right")
     for kind in KINDS:
         speed: StageSpeed = getattr(calibration, kind)
         measured = ("-", "assumed") if speed.scatter is None else (f"{speed.scatter:.0%}", str(speed.nodes))
         numbers = (
             f"{speed.efficiency:.1%}",
+            "" if speed.element_efficiency == 1 else f"{speed.element_efficiency:.1%}",
             format_number(1000 * speed.call_s),
             format_number(1000 * speed.node_s),
             *measured,

@@ -35,11 +35,12 @@ from pipeline.config.memory import (
     planned_run,
     workers_memory,
 )
-from pipeline.config.preflight import check_run, device_notes, guarantee_lines
-from pipeline.config.reward_trial import try_rewards
+from pipeline.config.preflight import check_run, device_notes, guarantee_lines, unproven_guarantees
+from pipeline.config.reward_trial import trial_errors, try_rewards
 from pipeline.config.role_models import role_models
+from pipeline.config.rules import length_notes
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, refuse
+from pipeline.errors import ConfigError, join_errors, refuse
 from pipeline.launch.target_cluster import TargetCheck, check_target
 from pipeline.observe.tables import MemoryColumn, memory_table, placement_table
 from stages.engines.capabilities import Device
@@ -55,24 +56,30 @@ def command(options: argparse.Namespace) -> int:
         report = verify_run(read_saved_config(options.target))
         output_console().print(report.render(), crop=False)  # a problem is one line, however long
         return SUCCESS if report.is_sound else BAD_INPUT
-    config = config_from_sources([options.target, *options.more], runs_here=options.cluster is None)
+    here = options.cluster is None
+    tries = options.try_reward and here
+    config = config_from_sources([options.target, *options.more], runs_here=here, tries_rewards=tries)
     if options.trace:
         with warnings.catch_warnings(action="ignore"):  # Megatron warns about missing packages
             show_trace = import_module("pipeline.cli.trace").show_trace  # loads torch
         show_trace(config)
     if options.cluster is not None:
         return _check_on_target(config, options.target, options.cluster)
-    checked = check_run(config, resume=False)
-    tried = try_rewards(config, checked) if options.try_reward else []
+    try:
+        checked = check_run(config, resume=False)
+    except ConfigError as error:
+        raise join_errors([error, *(trial_errors(config, error.keys) if tries else [])]) from error
+    tried = try_rewards(config, checked) if tries else []
     prompts = checked.prompts
     _show_memory(config)
     _show_guarantees(config, "cuda" if gpus_here() else "cpu")
     _show_network(config)
     for key, protections in checked.sandboxes.items():
         print_line(_sandbox_line(key, protections))
-    for one in tried:
-        scores = f"{one.lowest:.4g} to {one.highest:.4g} on {one.num_rows} made-up responses"
-        print_line(f"{one.key} ({one.kind}): scores from {scores}")
+    for result in tried:
+        print_line(str(result))
+    if not tries:
+        print_line("note: the reward was not tried (--no-reward)")
     train, held_out = len(prompts.train), len(prompts.held_out)
     per_step = config.rollout.rows // config.rollout.responses_per_prompt
     if per_step > train:
@@ -80,7 +87,8 @@ def command(options: argparse.Namespace) -> int:
             f"note: a step has {per_step} prompts (rollout.rows={config.rollout.rows}), but there are {train} to train "
             "on: every step repeats some"
         )
-    for note in [*device_notes(config, gpus_here(), os.cpu_count() or 1), *config.judge_notes()]:
+    of_devices = device_notes(config, gpus_here(), os.cpu_count() or 1)
+    for note in [*of_devices, *config.judge_notes(), *length_notes(config)]:
         print_line(f"note: {note}")
     evaluated = "held out" if config.evaluation_source is None else "to evaluate on"
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} {evaluated})")
@@ -88,10 +96,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _show_guarantees(config: RunConfig, device: Device) -> None:
-    """Print the guarantees that a run lacks with its engine on this kind of device. If it lacks none, print a line that
-    says so."""
-    for line in guarantee_lines(config, device):
-        print_line(line)
+    """Print the guarantees that a run lacks with its engine on this kind of device. If it lacks none, print nothing."""
+    if unproven_guarantees(config, device):
+        for line in guarantee_lines(config, device):
+            print_line(line)
 
 
 def _show_network(config: RunConfig) -> None:
@@ -141,8 +149,8 @@ def _show_prediction(run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worke
 
 
 def _worker_columns(workers: Sequence[WorkerMemory]) -> Iterator[MemoryColumn]:
-    """Yield two columns for a gang: its first worker, and the other worker that needs the most memory. If all workers
-    need the same memory, yield one column."""
+    """Yield the columns of the memory table for one gang: its first worker, and among its remaining workers the one
+    that needs the most memory. If all workers need the same memory, yield a single column for all of them."""
     first, *others = workers
     largest = max(others, key=lambda worker: worker.total, default=first)
     name = first.worker[0]
@@ -193,10 +201,16 @@ def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostM
 
 
 def _check_on_target(config: RunConfig, target: str, text: str) -> int:
-    """Check a config against the cluster of `--as`, print its placement and predicted memory, and return the exit code.
-    Raises ConfigError if the run does not fit on the cluster.
+    """Check a config against the cluster of `--as`, which need not exist. Print the placement and the predicted memory,
+    and return the exit code.
 
-    `target`: the config's name in the last printed line. `text`: the cluster, such as `16x8xH100-80`."""
+    Args:
+        target: the config, as the user named it. The last printed line begins with it.
+        text: the cluster, such as `16x8xH100-80`.
+
+    Raises:
+        ConfigError: there is no such kind of cluster, or the run does not fit on it.
+    """
     cluster = read_cluster(text)
     checked = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"
@@ -206,7 +220,7 @@ def _check_on_target(config: RunConfig, target: str, text: str) -> int:
     _show_prediction(checked.run, checked.limits, checked.hosts)
     refuse(checked.problems)
     _show_guarantees(config, "cuda" if checked.run.on_gpus else "cpu")
-    for note in checked.notes:
+    for note in [*checked.notes, *length_notes(config)]:
         print_line(f"note: {note}")
     print_line(f"note: {_reserve_text(checked)}")
     print_line(f"{target}: would fit")

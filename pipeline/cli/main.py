@@ -51,7 +51,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     taken = next((getattr(options, name) for name in ("changes", "sources", "more") if hasattr(options, name)), None)
     if rest and (taken is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = "" if taken is None else " (settings of a config have no dashes: key=value)"
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if taken is not None:
         taken += rest
     return options
@@ -378,6 +379,7 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sources",
         nargs="*",
+        default=[],  # without it, argparse says that CONFIG is required too
         metavar="CONFIG|key=value",
         help="a config, as for `run`, whose evaluation is repeated: RUN/config.yaml, for example",
     )
@@ -463,4 +465,5 @@ COMMANDS = {
     "sync": Command("pipeline.cli.sync", "deliver the rest of a run's tracking data to MLflow", _sync),
     "reward": Command("pipeline.cli.reward", "train a reward model, or let a judge label responses", _reward),
 }
-"""Name of a command -> its function and arguments."""
+"""Name of a command of `stageline` -> its function, its help text, and the function that adds its arguments to the
+parser."""

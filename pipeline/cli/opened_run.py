@@ -57,7 +57,8 @@ TOKEN_COLUMNS = {
     "advantage": "advantages",
     "return": "returns",
 }
-"""Column of `token_table` -> field of the records."""
+"""Column of `token_table` -> name of the stored array with its values, one per token. The arrays are outputs of stages:
+rollout, log-probs, values and advantages."""
 STEP_STAGES = ("generate", "score", "reference", "logprob", "value", "advantage")
 """Stages whose arrays are stored in the Zarr group of their step."""
 
@@ -200,8 +201,9 @@ def write_rows(path: Path, history: History, steps: Iterable[int], decode: Decod
 
 
 def _score_columns(history: History, steps: Iterable[int]) -> list[str]:
-    """Return the names of the columns for the parts of the score and for the disagreements. The names are the same in
-    all scored steps. Return an empty list if none of these steps is scored."""
+    """Return the names of the table columns for the parts of the score. A part that is an ensemble of reward models
+    also has a column for the disagreement between its members. The names are the same in all scored steps. Return an
+    empty list if none of these steps is scored."""
     for step in steps:
         commit = history.ledger.find(Address("score", step, 0))
         if commit is not None:

@@ -212,12 +212,17 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
 
 
 def _verdict(result: Found, price: float) -> Iterator[str]:
-    """Yield lines for users about
+    """Yield lines for users about the result of a search for plans:
 
     - the step times of the best synchronous and the best asynchronous plan, if both exist,
-    - the smallest price of staleness at which the asynchronous plan is worse, or that it is never better,
+    - the price of staleness from which on the asynchronous plan is worse, if both exist,
     - the number of combinations of settings that fit, and how many of them were simulated,
-    - for each reason, the number of combinations that were left out."""
+    - for each reason, the number of combinations that were left out.
+
+    The price of staleness is the fraction of additional samples that a run needs for each version of staleness. If the
+    asynchronous plan is worse at any price, the second line says so. `price`: the price that the user gave
+    (`--staleness-price`).
+    """
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,9 +15,10 @@ from rich.console import Console
 
 from pipeline.cli.answers import config_from_sources, has_begun
 from pipeline.cli.opened_run import OpenedRun, open_run
-from pipeline.config.loading import load_yaml, to_yaml
+from pipeline.config.loading import check_again
 from pipeline.config.paths import refuse_foreign
 from pipeline.config.run import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.observe.text import print_plain
 
 
@@ -55,12 +57,19 @@ def run(
         quiet: print nothing.
 
     Raises:
-        ConfigError: the config cannot work, and nothing was started. Or the run refused a worker because of the
-            worker's numerics or host, and cannot continue without this worker.
+        ConfigError: the config cannot work, or this is not the main thread, and nothing was started. Or the run refused
+            a worker because of the worker's numerics or host, and cannot continue without this worker.
         StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button.
+        TypeError: `config` is no config, but for example the name of a file. Or `callbacks` is no list of functions.
     """
-    checked = load_yaml(to_yaml(config), source_name="the given config")
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"give a config: run(load_config({config!r}))")
+    if not isinstance(callbacks, list | tuple | set) or not all(map(callable, callbacks)):
+        raise TypeError(f"callbacks: give a list of functions, such as [print], not {callbacks!r:.80}")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("stageline.run", "call it in the main thread, because it handles signals")
+    checked = check_again(config)
     goes_on = resume and has_begun(checked)
     if goes_on:
         refuse_foreign(checked.run_dir)
@@ -78,7 +87,8 @@ def run(
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
     """Return a context in which worker processes do not import the calling script. The import would start the run again
-    in each worker. multiprocessing does not import a main module whose spec has the name `__main__`."""
+    in each worker. multiprocessing imports the main module unless its spec has the name `__main__`. So the main module
+    gets such a spec until the context ends."""
     main = sys.modules["__main__"]
     before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
     try:

@@ -85,14 +85,17 @@ from storage.rollouts import KEEP
 from storage.weights import WeightBoard
 
 SAMPLING = ("generate", "evaluate", "canary")
-"""Stages that the engine computes. With most engines the last bits of a row's log-probs depend on the other rows of its
-batch."""
+"""Stages whose results come from the generation engine. In most engines the rounding of a row's log-probs depends on
+the other rows of its batch, so a replay of these stages accepts small differences (`TOLERANCES`). It demands equal bits
+only from an engine without this dependence, on a machine like that of the run."""
 DRAWING = ("generate", "evaluate")
 """Stages in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
-"""Dtype of the models -> largest allowed difference of a log-prob, value or score. It applies only if last bits may
-differ."""
+"""Dtype of the models -> largest accepted difference between a replayed and a stored log-prob, value or score. It
+applies only if the replay may round differently from the run: for results of several ranks, for a reward that is not
+deterministic, and in some cases for the stages of `SAMPLING`. In all other replays, and for whole numbers, no
+difference is accepted."""
 
 
 @dataclass(frozen=True)
@@ -219,12 +222,16 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayR
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
-    """Return sentences about what the replay of a stage cannot prove with the run's engine.
+    """Check if the run's engine can draw the same tokens again in the replay of a stage. Return sentences for the user
+    about what the replay will not prove.
 
-    A node without a commit is always allowed, because its output is not compared.
+    There is one sentence if the engine repeats its draws except for rounding: rounding alone can then explain a
+    different token. There is none if the replay proves everything, if the stage draws no tokens, or if the node has no
+    commit. Without a commit there is no output to compare with.
 
     Raises:
-        ConfigError: the engine cannot repeat its draws, so the replay would prove nothing."""
+        ConfigError: the engine cannot repeat its draws, so the replay would prove nothing.
+    """
     if stage not in DRAWING or commit is None:
         return ()
     problem = replay_problem(config.capabilities())
@@ -238,8 +245,9 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """Return the values of `Capabilities.invariance` that the run's engine has. There may be several, because the run's
-    engines may have computed on several kinds of devices."""
+    """Return what the run's engine keeps the same in a row if the other rows of its batch change: bits, tokens or none
+    (`Capabilities.invariance`). The set has several values if the engine ran on several kinds of devices, with
+    different guarantees."""
     return {config.capabilities(d).invariance for d in recorded_devices(config, read_identity(config.run_dir))}
 
 
@@ -312,7 +320,8 @@ def compare_outputs(stored: Record, replayed: Record) -> list[ArrayDifference]:
 # ---- replay updates --------------------------------------------------------------------------------------
 
 _TRAINING = ("generate", "score", "reference", "logprob", "value", "advantage", "update_policy", "update_critic")
-"""Stages that a step needs before its updates can run again."""
+"""Stages whose nodes must be committed in a step before its updates can be replayed. The update stages are listed too,
+because a replay compares its results with the recorded updates."""
 _RANGE = re.compile(r"(\d+):(\d+)")
 
 
@@ -408,8 +417,8 @@ _SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_varianc
 
 @dataclass(frozen=True)
 class _VariantPlan:
-    """The checked inputs of a variant's training. `scratch` is a directory for files that one runtime writes and a
-    later runtime reads."""
+    """The checked inputs of a variant's training. `scratch` is a temporary directory. One runtime (the models of some
+    roles, built in this process) writes files there, and a later runtime reads them."""
 
     parent: RunConfig
     variant: RunConfig

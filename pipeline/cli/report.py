@@ -18,7 +18,7 @@ from pipeline.observe.report.page import MAX_RUNS, is_report
 from pipeline.observe.report.source import Source
 
 _COMPARISON_FILE = Path("report.html")
-"""Default file for several runs, in the working directory."""
+"""Default path of a report about several runs, relative to the working directory."""
 
 
 def command(options: argparse.Namespace) -> int:

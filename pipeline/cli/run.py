@@ -1,11 +1,14 @@
 """The commands that run a config to its last step.
 
-    stageline run CONFIG... [key=value...]      start a run; an earlier run of that name without updates is moved aside
-    stageline resume RUN [key=value...]         continue an interrupted run
-    stageline job CONFIG... [key=value...]      start or continue a run: the command of a cluster's job
+    stageline run CONFIG... [key=value...]    start a run
+    stageline resume RUN [key=value...]       continue an interrupted run
+    stageline job CONFIG... [key=value...]    start or continue a run, as the job of a cluster
+
+If an earlier run has the same name and committed no update, `run` moves its directory aside. With `--overwrite`, `run`
+also moves an earlier run with updates.
 
 A cluster manager that wants a job's nodes back sends SIGTERM, SIGINT, SIGHUP or SIGUSR1. Then `job` ends at once with
-exit code 75, without summary and plots.
+exit code 75, and writes no summary and no plots.
 """
 
 from __future__ import annotations
@@ -116,21 +119,22 @@ def execute(
 
 
 def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: bool) -> str | None:
-    """Move the directory of an earlier run of this name aside, so that a new run can begin. Return a sentence that says
-    where the earlier run is now, or None if nothing was moved.
+    """Rename the directory of an earlier run that has the name of this new run. Return a sentence that says where the
+    earlier run is now, or None if nothing was moved.
 
-    - A run without a committed update is moved.
-    - A run with a committed update is moved if `overwrite` is True and the user agrees. If `user_agreed` is False, the
-      user is asked at the terminal.
-    - Some directories are never moved: a variant, a reward model's training, a judge's labelling, a link, a run with a
-      Slurm job, and a run with data in `storage.url`. For a link, a Slurm job and `storage.url`, `overwrite` raises
-      ConfigError.
+    - If the earlier run has no committed update, it is moved.
+    - If it has a committed update, it is moved only with `overwrite=True` and the user's consent. With
+      `user_agreed=True` the user has consented already. Otherwise the user is asked at the terminal.
+    - If the directory belongs to a variant, to the training of a reward model or to a labelling, nothing is moved.
+    - If it is a link, or has a Slurm job, nothing is moved, and `overwrite=True` raises ConfigError. The same is true
+      if the config has a `storage.url`.
 
-    If the earlier run is not moved, the new run is refused when it starts, because its directory is taken.
+    If the earlier run is not moved, the new run fails when it starts: its directory, or its `storage.url`, is taken.
 
     Raises:
-        ConfigError: the new run cannot work, the user does not agree, or the earlier run cannot be moved. In all these
-            cases nothing is moved.
+        ConfigError: the user does not agree, the new run would fail its checks, a driver still runs the earlier run,
+            another account can change the directory, the renaming fails, or `overwrite=True` is not possible (see
+            above). Nothing is moved then.
     """
     paths = RunPaths(config.run_dir)
     if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or _is_reward_training(paths):

@@ -1,7 +1,8 @@
 """`stageline status [RUN] [--runs-dir DIR]`: show the progress of a run and the state of its job. Without RUN, show
 every run of a directory.
 
-The command reads the run's directory and asks Slurm, if the host has Slurm. It starts and changes nothing.
+The command reads the run's directory and asks Slurm, if the host has Slurm. It only reads: it starts nothing and
+changes nothing.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoin
 
 
 def _parsed_value(value: str) -> str:
-    """Return the value that the config would read from a text, as a text itself. Equal values give equal texts: 0 and
-    00, for example. Invalid YAML is returned unchanged, because it is refused later."""
+    """Return a uniform spelling of the value in an override `key=value`. Texts that YAML reads as the same value, such
+    as 0 and 00, give the same result. Invalid YAML is returned unchanged, because it is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports
@@ -252,8 +252,8 @@ def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_arr
 
     Raises:
         ConfigError: `max_running` is given, but the runs are separate jobs, whose number Slurm cannot limit. Or several
-            runs may write to MLflow's sqlite file at the same time. The file allows one writer at a time, and no writer
-            on a network filesystem.
+            runs may write to MLflow's sqlite file at the same time. SQLite allows one writer at a time, and its locks
+            do not work between several nodes.
     """
     uri = config.tracking.uri
     if max_running is not None and not is_array:

@@ -39,7 +39,8 @@ _NAMES = {DEVICE: "GPU", HOST: "host", PINNED: "pinned"}
 
 
 def show_trace(config: RunConfig) -> None:
-    """Trace all gangs that hold models, and print the traces."""
+    """For each gang that holds models, run one rank of each pipeline stage on a fake GPU. Print the rank's memory,
+    beside the predicted memory, and its collectives."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the device has no backend of its own
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     gangs = {gang.name: traced_gang(config, gang) for gang in config.gangs() if gang.roles & MODEL_ROLES}

@@ -44,8 +44,8 @@ Answer = tuple[str, list[str]]
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Facts about a rollout. A check keeps these facts and not the arrays, because the rollouts of a long run do not
-    fit into memory."""
+    """The results of checking the rows of one rollout: row numbers, number of tokens, and faults. The checks of the
+    whole run use these results, because the arrays of all rollouts of a long run do not fit into memory."""
 
     numbers: tuple[int, ...]
     tokens: int
@@ -158,7 +158,9 @@ def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
 
 
 def _eval_every(stated: Mapping[str, Any]) -> int:
-    """Return `GraphSpec.eval_every` for a config that identity.json states."""
+    """Return the number of versions between two evaluations under an earlier config of the run. With `evaluate.every:
+    null`, only the first and the last version were evaluated, and the result is the number of steps. `stated`: the
+    earlier config as nested sections, from identity.json."""
     every = stated["evaluate"]["every"]
     return int(stated["steps"]) if every is None else int(every)
 
@@ -391,7 +393,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of all proofs of a run. Its notes do not count as faults."""
+    """The results of all checks of a run's directory. The remarks in `notes` do not count as faults."""
 
     num_commits: Counter[str]
     """Number of commits by stage."""
@@ -400,7 +402,8 @@ class Verification:
     num_nodes: int
     """Number of nodes of the whole run."""
     num_unneeded: int = 0
-    """Number of nodes whose records are lost, but whose outputs nothing needs any more."""
+    """Number of nodes whose commit records are missing or damaged, but whose outputs are no longer needed. These nodes
+    do not count as faults."""
 
     @property
     def faults(self) -> list[str]:
@@ -433,10 +436,11 @@ class Verification:
 
 
 def verify_run(config: RunConfig) -> Verification:
-    """Check a run's directory, and return the results of all proofs.
+    """Check all files in a run's directory, and return the results of the checks.
 
     Committed arrays are read twice: by Stageline's own reader, and by a plain Zarr reader. Checkpoints and exports are
-    read too."""
+    read too.
+    """
     history, paths = open_history(config), RunPaths(config.run_dir)
     damaged: dict[Address, str] = {}
     commits: list[Commit] = []
@@ -488,7 +492,8 @@ CHECKS: dict[str, Callable[[RunContent], tuple[str, list[str]]]] = {
     "every checkpoint is what was saved, of the version that was committed": check_checkpoints,
     "every export is what was written, by its CRC-32": check_exports,
 }
-"""Claim -> proof: a function that returns a text about what it counted, and all problems."""
+"""Claim about the run, in the words that the user reads -> the function that checks it. The function returns a text
+about what it counted, and a list of all problems."""
 
 
 def _dropped_outputs(
@@ -531,7 +536,9 @@ def _read_arrays(
 
 
 def _unproven_lines(evidence: RunContent) -> Iterator[str]:
-    """Yield the lines about the run's guarantees, for each kind of device that its engines computed on."""
+    """Yield lines for the user about the guarantees that the run lacks, for example that a repetition gives the same
+    bits. Each kind of device that the run's engine used has its own lines. If no guarantee is missing, a line says so.
+    Yield nothing if identity.json is damaged: another check reports this."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:

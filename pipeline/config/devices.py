@@ -5,12 +5,12 @@ needs one if rewards have models and the gang's `device` is auto (`Gang.gpus`). 
 placed together: all ranks of a gang on one host, one replica of the engine, or one scoring worker. Two ranks of a unit
 never share a GPU, because NCCL would refuse that.
 
-                GPU     0    1    2    3
-    train (4 ranks)     0    1    2    3                        the larger units first, each on GPUs of its own
-    generate (2)        0    1                                  if no GPUs are left and sharing is allowed:
-    critic (2)                    0    1                        a unit of one GPU goes to the least used one,
-    (critic of 3: refused, it would share some of               a larger unit to exactly the GPUs of another unit
-     train's GPUs and not all)
+                      GPU   0    1    2    3
+    train (4 ranks)         0    1    2    3    the larger units first, each on GPUs of its own
+    critic (4 ranks)        0    1    2    3    if too few GPUs are free and sharing is allowed:
+    generate (2 replicas)   0    1              a unit of one GPU goes to the least used one,
+    (a critic of 2 ranks would be refused:      a larger unit to exactly the GPUs of another unit
+     no other unit has exactly 2 GPUs)
 
 Gangs that share devices (`placement.device_sharing`) count as one: the gang that needs the most GPUs gets them, and the
 workers of the others use the same GPUs, in order.
@@ -124,15 +124,18 @@ def devices_of_joining_worker(
     share: bool,
     device_sharing: DeviceSharing = (),
 ) -> tuple[int, ...] | str:
-    """Return the GPUs of a worker that joins a running cluster, as indices into `visible_gpus`. If the worker cannot
-    get GPUs, return the reason as a text. Return no indices if the worker needs no GPUs or sees none.
+    """Choose GPUs for a worker that joins a running cluster. Return their indices in `visible_gpus`. Return no indices
+    if the worker needs no GPUs or sees none. If the worker cannot get enough GPUs, return the reason as a text.
+
+    A GPU is free if no worker uses it. It also counts as free if all its users belong to other gangs that share devices
+    with this worker's gang (`device_sharing`).
 
     Args:
         visible_gpus: identities of the GPUs that the worker sees. Two workers may see the same GPU.
-        workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it. A GPU counts as free if its
-            only users, if any, belong to gangs that share devices with this worker's gang.
-        share: `placement.oversubscribe`. If it is True and too few GPUs are free, the worker also uses GPUs of other
-            gangs.
+        workers_by_gpu: identity of a GPU -> the workers that joined earlier and use it.
+        share: `placement.oversubscribe`. If it is True and too few GPUs are free, the worker gets the least used GPUs
+            that no other worker of its own gang uses.
+        device_sharing: `placement.device_sharing`.
     """
     alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     workers_by_gpu = {
@@ -181,8 +184,14 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return worker -> indices of its GPUs, for the units `following` of one gang. This gang uses the GPUs of another
-    gang, its `leader`, in order. `assigned`: worker -> its GPUs, with the leader's workers."""
+    """Return worker -> indices of its GPUs, for a gang that uses the same GPUs as another gang, its leader. The workers
+    get the leader's GPUs in ascending order of the indices. After the last GPU the order begins again.
+
+    Args:
+        leader: name of the leader.
+        following: the workers of the gang that uses the leader's GPUs, in groups (`_Unit`).
+        assigned: worker -> indices of its GPUs. It must contain the leader's workers.
+    """
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:

@@ -1,10 +1,11 @@
-"""Compare the predicted memory and open files of a run with the available memory and open files, and find settings with
-which the run would fit.
+"""Compare the predicted memory and number of open files of a run with the limits of its hosts. Find settings with which
+the run would fit into memory.
 
-    WorkerMemory, HostMemory (`memory`) ──► compared with each host, its /dev/shm and each GPU ──► Problem if the run
-    does not fit: the bytes needed, the bytes available, and the layouts or the cache size with which it would fit
+    WorkerMemory, HostMemory (`memory`) ──► compared with each host, its /dev/shm and each GPU
+        ──► Problem if the run does not fit: the bytes needed, the bytes available, and the layouts
+            or the cache size with which it would fit
 
-The functions about memory are pure. The functions about open files read and raise this process's limit.
+The functions about memory are pure. Two functions about open files read or raise this process's limit.
 """
 
 from __future__ import annotations
@@ -51,10 +52,18 @@ class DeviceMemory:
 def memory_problems(
     run: PlannedRun, limits: MemoryLimits, hosts: Mapping[Worker, str] | None = None
 ) -> Iterator[Problem]:
-    """Yield the problems of a run that is predicted not to fit. There is at most one problem about the memory of hosts,
-    and one about /dev/shm. Each GPU counts for the gang of the worker that takes the most memory on it. Each gang has
-    at most one problem about GPUs: the problem of its fullest GPU. Each problem names changes that may help. `hosts`:
-    worker -> its host; None: all workers are on this host."""
+    """Yield the problems of a run that is predicted to need more memory than there is. Each problem names changes that
+    may help. There is at most one problem
+
+    - about the memory of hosts, for the fullest host,
+    - about /dev/shm, for the host whose /dev/shm is fullest,
+    - about the GPUs of each gang, for the gang's fullest GPU.
+
+    If several gangs use a GPU, its problem is reported only for one of them: the gang whose worker takes the most
+    memory on this GPU.
+
+    `hosts`: worker -> its host. None: all workers are on this host.
+    """
     hosts = hosts or place_all_here(run.config.gangs())
     workers = workers_memory(run)
     of_hosts = hosts_memory(run, workers, hosts)
@@ -82,8 +91,12 @@ def memory_problems(
 def devices_memory(
     run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mapping[Worker, str], num_devices: int
 ) -> list[DeviceMemory]:
-    """Return the predicted peak memory of each GPU that workers use. `_max_bytes_at_once` says how gangs that share
-    devices count."""
+    """Return the predicted peak memory of each GPU that workers use. Gangs that share devices
+    (`placement.device_sharing`) use a GPU in turn. Only one of them counts in full: the gang that makes the sum
+    largest. The others count with the bytes that they leave on the GPU.
+
+    `hosts`: worker -> its host. `num_devices`: number of GPUs of each host.
+    """
     config = run.config
     sharing = config.placement.device_sharing
     available = dict.fromkeys(hosts.values(), num_devices)
@@ -287,7 +300,8 @@ in a rank."""
 _DESCRIPTORS_PER_WORKER = 12
 """Open files of the driver for each worker: pipes of its nanny, and TLS connections. Measured: 12."""
 _DESCRIPTORS_PER_RANK = 16
-"""Open files of a rank for each rank of its gang: a connection in each process group. Measured: 13."""
+"""Number of open files that a rank needs for each rank of its gang: one connection in each process group. In a gang of
+n ranks, each rank needs n times this number. Measured: 13."""
 
 
 def descriptors_needed(config: RunConfig) -> int:

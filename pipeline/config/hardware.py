@@ -7,6 +7,7 @@ A file describes one kind of node. `16x8xH100-80` names a cluster: 16 nodes with
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,8 +35,8 @@ class HardwareConfig:
     description: str = "???"
     """The node in words."""
     gpu: str = ""
-    """Name of a GPU as CUDA reports it. `stageline doctor` finds this file by the name. "" if there are no GPUs or the
-    name is not known."""
+    """Name of the GPUs as CUDA reports it. By this name `stageline doctor` finds the hardware file that describes a
+    machine. "" if there are no GPUs or the name is not known."""
     gpus_per_node: int = setting("???", at_least(0))
     """GPUs of a whole node. 0: everything is computed on the cores."""
     device_memory_gib: float = setting("???", at_least(0))
@@ -46,6 +47,8 @@ class HardwareConfig:
     """Peak rate of a device in float32 arithmetic (not TF32), in FLOP/s."""
     memory_bytes_per_s: float = setting("???", above(0))
     """Peak bandwidth of a GPU's memory. Without GPUs, peak bandwidth of the node's memory for all cores together."""
+    core_bytes_per_s: float | None = setting(None, above(0))
+    """Bandwidth of the host's memory that a single core reaches. null: it may use the whole node's bandwidth."""
     nvlink_bytes_per_s: float = setting("???", at_least(0))
     """Bandwidth of a GPU over NVLink in each direction. 0: there is no NVLink, and GPUs communicate over PCIe."""
     nvlink_gpus: int = setting("???", at_least(0))
@@ -68,6 +71,10 @@ class HardwareConfig:
     cores: int = setting("???", at_least(1))
     """Cores of a whole node, without hyper-threads."""
 
+    def host_bytes_per_s(self, cores: int) -> float:
+        """Return the bandwidth of the memory of a node without GPUs that a number of its cores reach together."""
+        return min(self.memory_bytes_per_s, cores * (self.core_bytes_per_s or math.inf))
+
 
 def hardware_names() -> list[str]:
     """Return the names of the kinds of nodes that ship with Stageline."""
@@ -75,9 +82,13 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name: str, option: str = AS) -> HardwareConfig:
-    """Return a kind of node by the name of a shipped file or by the path of a YAML file. Raises ConfigError if there is
-    no such file or its settings are wrong. `option`: the option by which the name was given. The error about a missing
-    file names it as the setting at fault."""
+    """Return the description of a type of machine from a hardware file. Raises ConfigError if there is no such file or
+    its settings are wrong.
+
+    Args:
+        name: name of a file in `conf/hardware` without `.yaml`, or the path of any YAML file.
+        option: command-line option with which the user gave the name. The error about a missing file names this option.
+    """
     file = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not file.is_file() and name.endswith(".yaml"):
         raise ConfigError(
@@ -140,7 +151,8 @@ class HardwareCluster:
     """Number of GPUs of each node that are used."""
     hardware: HardwareConfig
     some_cores: int = 0
-    """Number of cores of each node that are used, if nodes have no GPUs; 0: all. The run has all memory of the node."""
+    """Number of cores that the run uses on each node, if the nodes have no GPUs; 0: all cores. Even with fewer cores,
+    the run has all memory of the node."""
 
     @property
     def share(self) -> float:

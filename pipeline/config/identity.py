@@ -33,6 +33,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from pipeline.config.paths import RunPaths
 from pipeline.config.reward_model import LabelConfig, RewardModelConfig
 from pipeline.config.run import RunConfig
 from storage import codec, files
@@ -70,14 +71,17 @@ exports, the choice of the best version. (The budgets of judges belong here too,
 the reward's parts: `RunConfig.judge_budgets`.)"""
 CHANGEABLE_KEYS = {
     "model.path": "where the model is: its files must be the same",
-    "model.reference_path": "likewise",
-    "model.critic_path": "likewise",
+    "model.reference_path": "where the model is: its files must be the same",
+    "model.critic_path": "where the model is: its files must be the same",
     "prompts.url": "a run keeps its prompts; they are read again only where they are lost, and must be the same",
-    "model.peak_tflops": "what a metric is a share of",
-    "evaluate.every": "which versions are evaluated; those that are past are made again for it",
-    "mismatch.alarm_nats": "when somebody is told",
+    "model.peak_tflops": "the peak speed that the utilisation metrics are relative to",
+    "evaluate.every": "which versions are evaluated; past versions are made again for their evaluation",
+    "mismatch.alarm_nats": "the mismatch above which the alarm is raised",
 }
-"""Setting that is in the digest and may change -> the reason why the setting may change."""
+"""Settings that may change when a run is resumed, although they are part of the digest of the config: key path -> what
+the setting decides, or under which condition a change is harmless. `model.peak_tflops` is used only in metrics of the
+speed. A new `evaluate.every` may select versions that are already past: they are then published again, and evaluated.
+"""
 POOL_KEYS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
 """Settings of a gang that may change if the gang is a pool. In a pool, a row's result does not depend on its replica or
 on other rows."""
@@ -95,8 +99,13 @@ class Change:
     before: Any
     after: Any
 
+    @property
+    def assignment(self) -> str:
+        """The new value as a user writes it on the command line: `key=value`."""
+        return f"{self.key}={_value_text(self.after)}"
+
     def __str__(self) -> str:
-        return f"{self.key}={_value_text(self.after)} (was {_value_text(self.before)})"
+        return f"{self.assignment} (was {_value_text(self.before)})"
 
 
 def config_sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
@@ -145,33 +154,38 @@ def change_problems(before: Mapping[str, Any], config: RunConfig) -> Iterator[Pr
             if key.split(".")[2] not in pools:
                 yield _change_problem(change, "its ranks act together, and sums depend on how many they are")
         elif not (has_no_effect(key, config) or key in CHANGEABLE_KEYS):
-            yield _change_problem(change, "it decides what is computed")
+            new = f"`stageline run {config.run_dir}/config.yaml name=... {key}=...` starts a new run with it"
+            yield _change_problem(change, f"it decides what is computed. {new}")
 
 
 def _steps_problems(change: Change, config: RunConfig) -> Iterator[Problem]:
-    if not has_no_effect("steps", config):
-        why = "the learning rates depend on it, unless model.policy.decay and model.critic.decay are constant"
-        yield _change_problem(change, f"{why}{_continue_hint(change, config)}")
-    elif change.after < change.before:
-        yield _change_problem(change, "a run may become longer, not shorter")
+    if change.after < change.before:
+        yield _change_problem(change, "a run may become longer, not shorter. Ctrl-C ends it earlier")
+    elif not has_no_effect("steps", config):
+        decays = "model.policy.decay, model.critic.decay" if config.has_critic else "model.policy.decay"
+        why = f"the learning rates depend on it, unless they are constant ({decays})"
+        yield _change_problem(change, f"{why}. {_continue_hint(change, config)}")
 
 
 def _continue_hint(change: Change, config: RunConfig) -> str:
-    """Return a sentence with the command of a new run, for a user who wants more steps. The new run continues from this
-    run's last version. Return "" if fewer steps are wanted, or the model has random weights (and so no tokenizer)."""
-    if change.after <= change.before or config.model.path.startswith("random:"):
-        return ""
+    """Return a sentence with the command of a new run, for a user who wants more steps. The new run begins with this
+    run's last version. If the model has random weights, it has no tokenizer, and the new run begins anew."""
     run, name, first = config.run_dir, f"{config.name}-{change.after}", config.model
-    # If the reference shares weights with the policy, it must have the same files. An export has merged weights and no
-    # adapters.
-    shared = first.frozen_blocks > 0 or first.lora.rank > 0
-    reference = "null" if shared else first.reference_path or first.path
+    if first.path.startswith("random:"):
+        return f"A new run of so many steps: `stageline run {run}/config.yaml name={name} steps={change.after}`"
+    last = RunPaths(run).weights(change.before)
+    if not last.is_dir():
+        return (
+            f"Finish the run first (`stageline resume {run}`); then this message has the command of a new run that "
+            "begins with its last version"
+        )
+    reference = first.reference_path or first.path
     url = "" if config.storage.url is None else f" storage.url={config.storage.url}-{change.after}"
-    towards = " (the KL is then to that version, since the reference shares the frozen weights)" if shared else ""
+    own = "schedules and a critic" if config.has_critic else "a schedule"
     return (
-        f". A new run, with schedules and a critic of its own, begins with its last version{towards}: `stageline run "
+        f"A new run, with {own} of its own, begins with its last version: `stageline run "
         f"{run}/config.yaml name={name} steps={change.after - change.before} "
-        f"model.path={run}/weights/v{change.before:06d} model.reference_path={reference}{url}`"
+        f"model.path={last} model.reference_path={reference}{url}`"
     )
 
 
@@ -205,7 +219,8 @@ class Statement:
     software: Mapping[str, str]
     """Name -> version of the software on which the bits of results depend."""
     changed: tuple[str, ...] = ()
-    """Differences from the previous statement, as text for users."""
+    """Changes of settings and software since the previous `Statement` of the run, as texts for users. Empty in the
+    first statement."""
     anew: bool = False
     """True if the run was resumed from a checkpoint, and the commits after it were archived. Workers are then no longer
     compared with the numerics recorded before."""
@@ -213,8 +228,8 @@ class Statement:
 
 @dataclass(frozen=True)
 class GangNumerics:
-    """A numeric fingerprint that workers of a gang have had. There is one record for each different fingerprint of a
-    gang."""
+    """The facts that decide the rounding of a worker's results, such as its processor and compiler (`items`). A gang
+    has one record for each different set of facts among its workers."""
 
     gang: str
     fingerprint: str
@@ -226,12 +241,15 @@ class GangNumerics:
     """Name of the first worker with this fingerprint."""
     time: float
     statement: int
-    """Index in `Identity.statements` of the statement under which the fingerprint was first seen."""
+    """Index of an entry in `Identity.statements`: the config and software under which a worker with these facts was
+    first seen."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A run's identity. Models and prompts stay the same; statements and numerics are only appended."""
+    """The facts that are compared when a run is resumed: models, prompts, config, software and machines. The digests of
+    models and prompts never change. A change of config or software adds an entry to `statements`. A new kind of machine
+    adds an entry to `numerics`. No entry is ever removed."""
 
     models: Mapping[str, Mapping[str, str]]
     """Key -> {name of a file: its digest}. A key is a role (policy, reference, critic), the key path of a reward
@@ -250,8 +268,9 @@ class Identity:
         return frozenset(statement.config_hash for statement in self.statements)
 
     def numerics_of(self, gang: str) -> list[GangNumerics]:
-        """Return a gang's numerics, the oldest first. If the run was resumed anew (`Statement.anew`), leave out
-        numerics that were first seen before the last such statement."""
+        """Return the records about the machines of a gang's workers, the oldest first. The run may have been resumed
+        from a checkpoint, with all later commits archived (`Statement.anew`). Then return only the records that were
+        added since the last such resume."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
         return [known for known in self.numerics if known.gang == gang and known.statement >= since]
 
@@ -281,9 +300,14 @@ def write_identity(run_dir: Path, identity: Identity) -> None:
 
 
 def edited_settings(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
-    """Return the changes from the config of the last statement to the saved config. A driver may have died after it
-    wrote a statement and before it wrote the config. So the list is also empty if the saved config equals the config of
-    the statement before the last one. `saved`: the config in the run's directory, as sections."""
+    """Return the changes that a user made in the saved config of a run, compared with the newest recorded config. If
+    the saved config equals the newest or the second newest recorded config, return an empty list. The second newest is
+    allowed because a driver may die between two writes: first it records a new config, then it saves this config.
+
+    Args:
+        identity: its `statements` are the recorded configs.
+        saved: the config in the run's directory, as nested sections.
+    """
     changes = [config_changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in changes else changes[-1]
 

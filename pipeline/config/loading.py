@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import field, is_dataclass, make_dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -79,32 +80,58 @@ MOVED = {
     "slurm.modules": ["slurm.environment"],
     "slurm.qos": ["slurm.sbatch"],
 }
-"""Former key -> what to use now: keys, a key with its value, or a command."""
+"""Key of an earlier release of Stageline -> what the error about this key tells the user to write now: keys, a key with
+its value, or a command. For example, `engine.update=drain` is now `rollout.versions=exact` or `latest`.
+"""
 SYNONYMS = {
     "model.path": ("model_name_or_path", "model_path", "sft_model_path", "pretrain"),
     "model.policy.lr": ("learning_rate", "actor_learning_rate"),
     "model.critic.lr": ("learning_rate", "critic_learning_rate"),
     "optimizer.lr": ("learning_rate",),
+    "model.policy.warmup_steps": ("lr_warmup_steps", "warmup_ratio"),
+    "model.policy.decay": ("lr_decay_style", "lr_scheduler_type"),
+    "model.policy.betas": ("adam_beta1", "adam_beta2"),
     "model.policy.max_grad_norm": ("clip_grad",),
-    "model.policy.micro_batch_tokens": ("gradient_accumulation_steps", "per_device_train_batch_size"),
+    "model.policy.micro_batch_tokens": (
+        "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu",
+    ),
+    "model.policy.micro_batch_rows": ("ppo_micro_batch_size_per_gpu",),
+    "model.dtype": ("bf16", "fp16"),
     "model.lora.rank": ("lora_r", "lora_rank"),
     "model.lora.alpha": ("lora_alpha",),
     "prompts.url": ("dataset", "prompt_dataset", "train_files"),
+    "prompts.field": ("input_key", "prompt_key"),
     "prompts.max_tokens": ("max_prompt_length", "prompt_max_len"),
+    "prompts.too_long": ("filter_overlong_prompts", "truncation"),
     "rollout.rows": ("batch_size", "train_batch_size", "rollout_batch_size", "per_device_train_batch_size"),
-    "rollout.responses_per_prompt": ("num_generations", "n_samples_per_prompt", "group_size"),
-    "sampling.max_new_tokens": ("max_completion_length", "max_response_length", "response_length", "generate_max_len"),
+    "rollout.responses_per_prompt": ("num_generations", "n_samples_per_prompt", "group_size", "n"),
+    "sampling.max_new_tokens": (
+        "max_completion_length", "max_response_length", "max_tokens", "response_length", "generate_max_len",
+    ),
     "reward.kind": ("reward_fn", "reward_func", "reward_funcs"),
-    "ppo.advantage": ("adv_estimator", "advantage_estimator"),
+    "reward.parts.NAME.weight": ("reward_weights",),
+    "ppo.advantage": ("adv_estimator", "advantage_estimator", "norm_adv_by_std_in_grpo", "scale_rewards"),
+    "ppo.aggregation": ("loss_agg_mode", "loss_type"),
     "ppo.epochs": ("num_iterations", "num_ppo_epochs", "ppo_epochs"),
     "ppo.minibatches": ("num_mini_batches", "ppo_mini_batch_size"),
+    "ppo.critic_warmup_steps": ("critic_warmup",),
     "ppo.kl.coef": ("beta", "init_kl_coef", "kl_coef", "kl_loss_coef"),
+    "ppo.kl.estimator": ("kl_estimator", "kl_loss_type"),
+    "ppo.kl.where": ("use_kl_in_reward", "use_kl_loss"),
     "ppo.clip": ("clip_ratio", "cliprange", "epsilon", "eps_clip"),
     "ppo.clip_high": ("clip_ratio_high", "epsilon_high"),
+    "ppo.dual_clip": ("clip_ratio_c",),
     "ppo.value_clip": ("cliprange_value",),
     "ppo.lam": ("gae_lambda", "lambd"),
     "ppo.entropy_coef": ("entropy_coeff",),
+    "engine.kind": ("use_vllm", "vllm_mode"),
+    "engine.kv_budget_mb": ("gpu_memory_utilization",),
     "engine.max_rows": ("max_num_seqs",),
+    "engine.tensor_parallel": ("tensor_model_parallel_size",),
+    "placement.gangs.NAME.layout.recompute": ("gradient_checkpointing",),
+    "placement.gangs.NAME.layout.tensor": ("tensor_model_parallel_size",),
+    "placement.gangs.NAME.workers": ("n_gpus_per_node", "nnodes", "num_engines"),
+    "slurm.gangs.NAME.nodes": ("nnodes",),
     "steps": ("max_steps", "num_train_epochs", "total_episodes", "total_epochs", "total_training_steps"),
     "name": ("experiment_name", "run_name"),
     "runs_dir": ("output_dir",),
@@ -113,9 +140,21 @@ SYNONYMS = {
     "evaluate.prompts.url": ("eval_dataset", "val_files"),
     "tracking.uri": ("report_to",),
     "tracking.also": ("report_to", "logger", "loggers"),
-    "engine.kind": ("use_vllm", "vllm_mode"),
+    "tracking.experiment": ("project_name",),
+}  # fmt: skip
+"""Key -> names that other systems have for it (docs/coming-from.md). NAME stands for any name, as in
+`setting_paths`."""
+VALUE_SYNONYMS = {
+    "grpo": "group",
+    "dr_grpo": "group_mean",
+    "reinforce_plus_plus": "reinforce_pp",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "low_var_kl": "k3",
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
 }
-"""Key -> names that other systems have for it (docs/coming-from.md)."""
+"""Value of another system -> the value that Stageline has for it."""
 _TRUNCATES = (
     "is left out on purpose: PPO needs the log-prob of a token under the distribution that sampled it, and trainer and "
     "engine would have to agree to the last bit on which tokens are cut off. Use sampling.temperature or "
@@ -170,9 +209,8 @@ def is_setting(word: str, schema: type) -> bool:
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each unknown key. The error has the key's whole path and says what to use instead, or why
-    there is no such setting, or which keys there are. Also yield an error for a plain value given to a section, and for
-    a mapping given to a setting with a single value."""
+    """Yield an error for each unknown key. Also yield an error for a plain value given to a section, and for a mapping
+    given to a setting with a single value."""
     if not isinstance(schema, DictConfig):
         return
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
@@ -187,20 +225,8 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
     for key in map(str, source):
         path = f"{prefix}{key}"
         if key not in schema.keys():  # noqa: SIM118  (`in` is False for a key without a value)
-            meant = MOVED.get(path) or _suggestions(key, prefix, [*map(str, schema)], root_schema)
-            if not meant and key in UNSUPPORTED:
-                yield ConfigError(path, f"no such key (in {name}): it {UNSUPPORTED[key]}")
-                continue
-            if not meant and isinstance(source[key], DictConfig):  # another system's section: look for its keys
-                leaves = [leaf.rpartition(".")[2] for leaf, _ in _leaves(source[key])]
-                suggestions = [setting for leaf in leaves for setting in _suggestions(leaf, "", [], root_schema)]
-                meant = [*dict.fromkeys(suggestions)][:_MAX_SUGGESTIONS]
-            if meant:
-                yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
-                continue
-            known_keys = f"{prefix[:-1] or 'a config'} has {', '.join(map(str, schema))}"
-            further = "" if prefix else "; docs/coming-from.md has the names that other systems use"
-            yield ConfigError(path, f"no such key (in {name}); {known_keys}{further}")
+            for inside, advice in _advice(key, source._get_node(key), prefix, schema, root_schema):
+                yield ConfigError(f"{prefix}{inside}", f"no such key (in {name}){advice}")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             kind = _type_of(path, root_schema)
             if _is_single(kind) and isinstance(source[key], DictConfig):
@@ -211,40 +237,76 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
             yield from _unknown_keys(source[key], schema._get_node(key), name, root_schema, f"{path}.")
 
 
-def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
-    """Return the paths of at most three settings that a user may have meant by an unknown key. `prefix`: key path of
-    the section that was given the key, with a dot at its end; "" for the whole config. `siblings`: the section's
-    settings. Four ways are tried in order, until one of them finds a setting:
+def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: type) -> Iterator[tuple[str, str]]:
+    """Yield (key path below the section, end of the error's message) for an unknown key of a section. The text says
+    what to use instead, or why there is no such setting, or which settings the section has. If the key is a section of
+    another system, yield this for each key in it.
 
-    1. settings of this name in the subsections of `prefix` (for a key of `UNSUPPORTED` nothing else is tried)
-    2. settings of this name in any section, and settings that another system calls by this name (`SYNONYMS`)
+    Args:
+        value: the key's value, as an omegaconf node.
+        prefix: key path of the section, with a dot at its end; "" for the whole config.
+        schema: the section's settings.
+    """
+    settings = [*map(str, schema)]
+    sections = [name for name in settings if isinstance(schema._get_node(name), DictConfig)]
+    is_misspelt = bool(difflib.get_close_matches(key.lower(), sections, 1, _MIN_SIMILARITY))
+    if isinstance(value, DictConfig) and len(value) and not is_misspelt:
+        content: Any = OmegaConf.to_container(value)
+        inner, siblings, otherwise = [*flatten_sections(content, f"{key}.")], [], ""
+    else:
+        inner, siblings, otherwise = [key], settings, f"{prefix[:-1] or 'a config'} has {', '.join(settings)}"
+    if not prefix:
+        otherwise = "; ".join(filter(None, [otherwise, "docs/coming-from.md has the names that other systems use"]))
+    for inside in inner:
+        word = inside.rpartition(".")[2].lower()
+        meant = MOVED.get(f"{prefix}{inside}") or _suggestions(word, prefix, siblings, root_schema)
+        unsupported = difflib.get_close_matches(word, UNSUPPORTED, 1, _MIN_SIMILARITY)
+        if meant:
+            yield inside, f"; did you mean {', '.join(meant)}?"
+        elif unsupported:
+            yield inside, f": {'it' if word in UNSUPPORTED else unsupported[0]} {UNSUPPORTED[unsupported[0]]}"
+        else:
+            yield inside, f"; {otherwise}" if otherwise else ""
+
+
+def _suggestions(word: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
+    """Return the paths of at most three settings that a user may have meant by an unknown key. `word`: the key's last
+    part, in lower case. `prefix`: key path of the section that was given the key, with a dot at its end; "" for the
+    whole config. `siblings`: the section's settings. A word of `UNSUPPORTED` has no suggestions. For any other word,
+    four ways are tried in order, until one of them finds a setting:
+
+    1. settings below `prefix` of this name, or that another system calls by this name (`SYNONYMS`)
+    2. such settings in any section
     3. settings of this section with similar names
     4. settings of any section with very similar names
     """
-    paths = [*_paths(root_schema)]
-    below = [path for path in paths if path.startswith(prefix) and path.rpartition(".")[2] == key]
+    if word in UNSUPPORTED:
+        return []
     named: dict[str, list[str]] = {}
-    for path in paths:
+    for path in setting_paths(root_schema):
         for called in (path.rpartition(".")[2], *SYNONYMS.get(path, ())):
             named.setdefault(called, []).append(path)
-    if below or key in UNSUPPORTED:
-        return below[:_MAX_SUGGESTIONS]
-    meant = named.get(key) or [f"{prefix}{name}" for name in difflib.get_close_matches(key, siblings)]
+    everywhere = named.get(word, [])
+    meant = [path for path in everywhere if path.startswith(prefix)] or everywhere
+    meant = meant or [f"{prefix}{name}" for name in difflib.get_close_matches(word, siblings)]
     if not meant:
         meant = [
-            path for called in difflib.get_close_matches(key, named, cutoff=_MIN_SIMILARITY) for path in named[called]
+            path for called in difflib.get_close_matches(word, named, cutoff=_MIN_SIMILARITY) for path in named[called]
         ]
     return [*dict.fromkeys(meant)][:_MAX_SUGGESTIONS]
 
 
-def _paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the key path of every setting and section in a section's class. Keys below mappings are left out, because
-    their names are only known from a config."""
+def setting_paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the key path of every setting and section in a section's class. NAME stands for the names in a mapping of
+    names to sections: `placement.gangs.NAME.workers`."""
     for name, kind in _setting_types(section).items():
-        if not name.startswith("_"):
-            yield f"{prefix}{name}"
-            if is_dataclass(kind):
-                yield from _paths(kind, f"{prefix}{name}.")
+        if name.startswith("_"):
+            continue
+        yield f"{prefix}{name}"
+        if is_dataclass(kind):
+            yield from setting_paths(kind, f"{prefix}{name}.")
+        elif get_origin(kind) is dict and is_dataclass(get_args(kind)[1]):
+            yield from setting_paths(get_args(kind)[1], f"{prefix}{name}.NAME.")
 
 
 def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -260,8 +322,9 @@ def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """Yield an error if `value` has the wrong type for the setting `key`. The error names the allowed values. `name`:
-    the source's name for users."""
+    """Yield an error if `value` has the wrong type for the setting `key`. The error says which values the setting
+    takes. `name`: the config file or the `key=value` override with the value, as errors name it. `schema`: class of the
+    whole config."""
     section, inside = _innermost(key, schema)
     nested: Any = value
     for part in reversed(inside):
@@ -276,7 +339,10 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
     if refused is not None:
         given = OmegaConf.to_container(value) if container else value
         what = "no value given" if given is None else f"given {given!r}"
-        yield ConfigError(key, f"{what} (in {name}); must be {_expected_text(kind) or refused}")
+        expected = _expected_text(kind) or refused
+        meant = VALUE_SYNONYMS.get(str(given).lower(), "")
+        hint = f" ({given} is called {meant} here)" if meant in expected.replace(",", "").split() else ""
+        yield ConfigError(key, f"{what} (in {name}); must be {expected}{hint}")
 
 
 def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
@@ -294,7 +360,8 @@ def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
 
 
 def _type_of(key: str, schema: Any) -> Any:
-    """Return the type of a setting. None if the key is unknown, or lies below a plain value."""
+    """Return the type of the setting `key`, or None if there is no such setting. For example, `seed.x` is no setting,
+    because `seed` is a number. `schema`: class of the config."""
     kind = schema
     for part in key.split("."):
         if is_dataclass(kind):
@@ -323,7 +390,7 @@ def _expected_text(kind: Any) -> str:
         return ", or ".join("null" if a is type(None) else _expected_text(a) for a in arguments)
     if origin in (list, tuple):
         one = _WORDS.get(arguments[0], "") if arguments else ""
-        return f"a list, each element {one}" if one else "a list"
+        return f"a list ([a, b]), each element {one}" if one else "a list ([a, b])"
     return "a mapping of names to settings" if origin is dict else _WORDS.get(kind, "")
 
 
@@ -338,8 +405,8 @@ _OTHER_PROGRAMS = {
     "a reward model's training": {"data", "train", "optimizer"},
     "a labelling": {"judge", "responses"},
 }
-"""Name of another program -> sections that each of its configs has, and no config of a run. These sections show that a
-directory belongs to the other program."""
+"""Name of another program -> top-level sections that all configs of this program have. No config of a run has all of
+them. So a config file with these sections shows that its directory belongs to the other program."""
 _COMMANDS: dict[type, tuple[str, str]] = {
     RunConfig: ("a run", "stageline run"),
     RewardModelConfig: ("a reward model's training", "stageline reward train"),
@@ -369,9 +436,13 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
 def readable_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str], refused: Collection[str]
 ) -> RunConfig | None:
-    """Return the config of sources that `load_config` refuses, so that the files named in the config can still be
-    checked. `refused`: key paths of the wrong settings; they get their defaults, if they have any. Missing settings get
-    the text `given`. Return None if no config can be made of the sources."""
+    """Return a provisional config from sources that `load_config` refuses because of wrong settings. With it, the
+    caller can still check the model, the prompts and the rewards, so that the user sees all errors at once. Return None
+    if no config can be made of the sources.
+
+    `refused`: key paths of the wrong settings. They get their defaults, if they have any. A setting without a value
+    gets the text "given" as a placeholder.
+    """
     try:
         merged, _ = _merge(RunConfig, _sources(files, overrides))
         for key in OmegaConf.missing_keys(merged):
@@ -417,10 +488,36 @@ def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) 
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, source_name: str = "the saved config") -> RunConfig:
-    """Return the config in `text`, which `to_yaml` wrote, with `key=value` overrides. Raises ConfigError if the text is
-    damaged, if a version of Stageline with other settings wrote it, or if an override is wrong. `source_name`: name of
-    the text in errors."""
+    """Return the config in `text`, which `to_yaml` wrote, changed by `key=value` overrides. `source_name`: name of the
+    text in errors.
+
+    Raises:
+        ConfigError: the text is damaged, an override is wrong, or the text is from another version of Stageline, which
+            had a different set of settings.
+    """
     return _to_run_config(_load(RunConfig, [(source_name, _parse(text, source_name)), *_sources([], overrides)]))
+
+
+def check_again(config: RunConfig) -> RunConfig:
+    """Return a checked copy of a config that Python code may have changed. Raises ConfigError as for a file with the
+    same content: an attribute that is no setting counts as an unknown key."""
+    source = OmegaConf.create(_content(config), flags={"allow_objects": True})  # `source_errors` reports the objects
+    checked = _load(RunConfig, [("the given config", source)])
+    try:
+        to_yaml(checked)
+    except OmegaConfBaseException as error:  # an object in the arguments of a reward, which may be of any type
+        raise ConfigError(_key_of(error), first_line(error)) from error
+    return _to_run_config(checked)
+
+
+def _content(value: Any) -> Any:
+    """Return a value of a config as mappings and lists. A section becomes the mapping of all its attributes, also of
+    those that are no settings."""
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {str(key): _content(inside) for key, inside in value.items()}
+    return [*map(_content, value)] if isinstance(value, list | tuple) else value
 
 
 def read_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -497,9 +594,13 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
-    """Merge defaults and sources without the keys that cannot be merged. Return the merged config, and the errors of
-    the keys that were left out. Raises ConfigError if a file is another command's config, if no key is found to be at
-    fault, or if the remaining keys cannot be merged."""
+    """Merge the sources into the defaults. If this fails, find the keys at fault, and merge again without them. Return
+    the merged config, and an error for each key that was left out.
+
+    Raises:
+        ConfigError: a file is the config of another command, no key can be found that makes the merge fail, or the
+            merge fails even without the keys at fault.
+    """
     try:
         return _merge_one_by_one(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
@@ -510,7 +611,7 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
     if meant or not errors:
         raise join_errors(meant or [ConfigError("config", f"these files and settings do not go together: {failed}")])
     sound = [
-        (name, OmegaConf.create(_without(OmegaConf.to_container(source), {error.key for error in of_source})))
+        (name, OmegaConf.create(_without(OmegaConf.to_container(source), _outermost(of_source, schema))))
         for (name, source), of_source in zip(sources, errors_by_source, strict=True)
         if isinstance(source, DictConfig)
     ]
@@ -524,11 +625,50 @@ def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
     """Return the defaults of `schema`, with the sources merged into them one after the other. Raises
     OmegaConfBaseException or TypeError."""
     merged: Any = OmegaConf.structured(schema)
-    for _, source in [*([("", _default_placement(sources))] if schema is RunConfig else []), *sources]:
+    overrides: Any = OmegaConf.create()
+    for name, source in [*([("", _default_placement(sources))] if schema is RunConfig else []), *sources]:
         if not isinstance(source, DictConfig):
             raise TypeError("not a mapping")
+        if schema is RunConfig:
+            _drop_replaced_rewards(merged, source, overrides)
         merged = OmegaConf.merge(merged, source)  # one call for all would not check types in mappings
+        if "=" in name:
+            overrides = OmegaConf.merge(overrides, source)
     return merged
+
+
+def _drop_replaced_rewards(merged: DictConfig, source: DictConfig, overrides: DictConfig) -> None:
+    """Remove from `merged` what belongs to a reward that `source` replaces: the arguments of a part whose kind changes,
+    all parts if `source` gives one `kind` (the short form), and the short form if `source` gives parts.
+
+    `overrides`: the earlier `key=value` overrides. Arguments in them stay when the kind changes, because they may be
+    meant for the new kind."""
+    for section in ("reward", "evaluate.reward"):
+        new, old = OmegaConf.select(source, section), OmegaConf.select(merged, section)
+        if not isinstance(new, DictConfig):
+            continue
+        parts = new.get("parts")
+        if _kind_changes(new, old):
+            old.args, old.parts = OmegaConf.select(overrides, f"{section}.args") or {}, {}
+        elif parts:
+            old.kind, old.args = None, {}
+        for name, part in parts.items() if isinstance(parts, DictConfig) else ():
+            if name in old.parts and isinstance(part, DictConfig) and _kind_changes(part, old.parts[name]):
+                old.parts[name].args = OmegaConf.select(overrides, f"{section}.parts.{name!s}.args") or {}
+
+
+def _kind_changes(new: DictConfig, old: DictConfig) -> bool:
+    """Return True if the settings `new` of a reward give a kind, and `old` has another kind or none."""
+    return new.get("kind") is not None and new.kind != old.get("kind")
+
+
+def _outermost(errors: Iterable[ConfigError], schema: type) -> set[str]:
+    """Return the key paths to leave out of a source with these errors. For a key in an unknown section, it is the path
+    of this section; for any other key, its own."""
+    return {
+        next((path for path in accumulate(key.split("."), "{}.{}".format) if _type_of(path, schema) is None), key)
+        for key in (error.key for error in errors)
+    }
 
 
 def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
@@ -541,9 +681,17 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
 
 
 def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
-    """Yield the problems of the settings that are neither `refused` nor `missing`, so that a user sees all errors at
-    once. Problems that name a refused or missing key are left out, because this key now has a placeholder, its default,
-    or the value of an earlier source."""
+    """Yield more problems of a config that has errors already, so that a user sees all problems at once. Missing and
+    wrong settings have provisional values here. A problem that mentions such a setting is skipped, because the
+    provisional value may have caused it. Yield nothing at all if the value of a setting interpolates a wrong setting
+    (`${...}`).
+
+    Args:
+        merged: the config. It is changed: the missing settings get placeholders.
+        missing: key paths of the settings without a value.
+        refused: key paths of the wrong settings. In `merged`, each of them has its default or the value of another
+            source in place of the wrong value.
+    """
     OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
         OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), "given"))
@@ -569,9 +717,13 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
 
 
 def _default_placement(sources: Sequence[Source]) -> DictConfig:
-    """Return the default placement to merge the sources into. It is empty if a source has a section `placement.roles`
-    that names a role other than `advantage`. The sources must then place all roles except `advantage` themselves. An
-    override of a single role (`placement.roles.critic=other`) changes the default instead."""
+    """Return the default placement, into which the sources are merged next. Return an empty config if a source has a
+    section `placement.roles` with a role other than `advantage`. Such a source replaces the whole placement. The
+    sources must then place all roles except `advantage`.
+
+    An override of a single role (`placement.roles.critic=other`) is an exception: it replaces nothing, and only changes
+    the default placement.
+    """
     named: set[str] = set()
     for name, source in sources:
         placement = source.get("placement") if isinstance(source, DictConfig) else None
@@ -591,8 +743,7 @@ def _to_run_config(config: Any) -> RunConfig:
     model.critic_path = model.critic_path and cached_in_hub(model.critic_path)
     validate(config)
     for args in config.scoring_models().values():
-        if isinstance(args.get("path"), str):
-            cast(dict[str, Any], args)["path"] = cached_in_hub(args["path"])
+        cast(dict[str, Any], args)["path"] = cached_in_hub(args["path"])
     config.ppo.proximal = config.proximal  # write, hash and send to workers the resolved value, not "auto"
     if config.engine.python is not None:
         # Make the path absolute: workers, and a resumed driver, have other working directories.
@@ -657,7 +808,8 @@ MAY_DIFFER = {
     "model.critic.*": "likewise of the critic's",
     "tracking.*": "where its MLflow run is kept",
 }
-"""Pattern of keys in which a variant may differ from its parent -> what these keys decide."""
+"""Pattern of setting names -> note on what these settings decide, or which values they may have. Only these settings of
+a variant may differ from the settings of its parent run."""
 
 
 def variant_config(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
@@ -666,15 +818,15 @@ def variant_config(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConf
     matches, or if the variant would have its parent's directory."""
     variant = load_yaml(to_yaml(parent), overrides)
     changed = config_changes(config_sections(parent), config_sections(variant))
-    for problem in variant_problems(changed):
-        raise refusal(problem)
+    refuse(variant_problems(changed))
     if variant.run_dir.resolve() == parent.run_dir.resolve():
         raise ConfigError("name", f"given {variant.name!r}, the run's own; a variant needs another: name=...")
     return variant, changed
 
 
 def variant_problems(changed: Sequence[Change]) -> Iterator[Problem]:
-    """Yield a problem for each changed setting whose key no pattern in `MAY_DIFFER` matches."""
+    """Yield a problem for each changed setting that a variant may not change: its key matches no pattern in
+    `MAY_DIFFER`. A variant is a run that is trained on the recorded rollouts of another run."""
     for change in changed:
         if not any(fnmatchcase(change.key, pattern) for pattern in MAY_DIFFER):
             need = (

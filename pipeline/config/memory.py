@@ -56,8 +56,8 @@ from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import ModelSpec, is_random, read_config, read_spec, stored_bytes, tensor_shapes
 
 PROCESS_BYTES = 500 << 20
-"""Memory of a worker's process before any work: libraries, mostly torch's, and records. Measured: a worker that trains
-the tiny model in float32 takes 499 MiB in all."""
+"""Memory of a worker's process without models and caches, in bytes: libraries, mostly torch's, and small objects.
+Measured: a worker that trains the tiny model in float32 takes 499 MiB in all, very little of it for the model."""
 CUDA_PROCESS_BYTES = 2 << 30
 """Host memory that CUDA adds to a process: libraries and the driver's records. Not measured."""
 DRIVER_BYTES = 500 << 20
@@ -74,7 +74,7 @@ class Phase(StrEnum):
     START = "start"
     """Weights are read."""
     STEP = "step"
-    """Rows are generated, or a model is trained."""
+    """The phase in which rows are generated or a model is trained."""
     PUBLISH = "publish"
     """A version is published, and perhaps exported."""
 
@@ -104,8 +104,8 @@ CONTEXT, NCCL, SCORERS = "CUDA context", "NCCL", "reward models"
 ENGINE_PROCESSES, ENGINE_WORK = "engine's processes", "engine's graphs and buffers"
 PUBLICATION, ON_HOST, CHECKPOINTS = "publication", "publication on the host", "copies for checkpoints"
 EXPORT, EXPORTS = "export", "exports"
-"""Names of items. `EXPORT`: memory for the export of the last version, after training. `EXPORTS` replaces it if
-versions are also exported during training."""
+"""Names of two items of the memory prediction (`WorkerMemory.items`). `EXPORT`: memory for the export of the last
+version, after training. `EXPORTS` takes the place of `EXPORT` if versions are also exported during training."""
 _ON_HOST = frozenset({PROCESS, READING, OFFLOADED, ENGINE_PROCESSES, ON_HOST, CHECKPOINTS, EXPORT, EXPORTS})
 """Items that lie in the host's memory for a worker with a GPU."""
 _REMAINS = frozenset({CONTEXT, NCCL})
@@ -118,7 +118,7 @@ _COMPUTED_AGAIN = frozenset(
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that workers read."""
+    """A model that workers of a run will load: the facts from which its memory is predicted."""
 
     path: str
     spec: ModelSpec
@@ -178,7 +178,7 @@ class WorkerMemory:
 
     @property
     def device_items(self) -> dict[str, int]:
-        """The items on the worker's GPUs."""
+        """The worker's memory on its GPUs: purpose, such as `activations` -> bytes. Empty if the worker has no GPU."""
         return {name: number for name, number in self.items.items() if name not in _ON_HOST} if self.on_gpu else {}
 
     @property
@@ -204,7 +204,8 @@ class WorkerMemory:
         return sum(self.items[name] for name in self.items.keys() - _ON_HOST - _REMAINS - _COMPUTED_AGAIN)
 
     def at(self, phase: Phase, names: Iterable[str] | None = None) -> int:
-        """Return the bytes that some items take in a phase. `names`: the items; None: all of them."""
+        """Return the bytes that the worker has in use during a phase. `names`: the purposes to count, as keys of
+        `items`; None: all purposes."""
         kept = self.items if names is None else names
         return sum(self.items[name] for name in kept if phase in _PHASES.get(name, _ALWAYS))
 
@@ -312,8 +313,8 @@ def _models_of(run: PlannedRun, gang: Gang) -> list[PlannedModel]:
 
 
 def _items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dict[str, int]:
-    """Return item -> bytes of a worker of this pipeline stage. `first`: True for the gang's first rank, which also
-    exports the policy."""
+    """Return the memory of a worker of this pipeline stage, as item -> bytes. `first`: True for the gang's first rank,
+    which also exports the policy."""
     devices = gang.gpus if run.on_gpus else 0
     items = {PROCESS: PROCESS_BYTES + (CUDA_PROCESS_BYTES if devices else 0), CONTEXT: devices * CUDA_CONTEXT_BYTES}
     if gang.roles & MODEL_ROLES:
@@ -377,10 +378,17 @@ def _converted_bytes(run: PlannedRun) -> int:
 
 
 def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
-    """Return the size of the largest micro-batch that rows of any lengths can form. Short rows may fill
-    `micro_batch_tokens` completely, even if rows of full length cannot. A row with more tokens than that has a
-    micro-batch of its own. Each row has at least one token of a prompt. So if responses have at most n tokens, at most
-    T n / (n + 1) of T tokens were sampled."""
+    """Return upper bounds for a micro-batch with rows of any lengths: T tokens, of which S were sampled, and W tokens
+    for the longest row.
+
+        T = min(max(micro_batch_tokens, L), R L)     L: length of a full row, R: largest number of rows
+        S = min(R n, T n / (n + 1))                  n: largest number of sampled tokens of a row
+        W = min(T, L)
+
+    - Short rows may fill `micro_batch_tokens` completely, even if rows of full length cannot.
+    - A row with more than `micro_batch_tokens` tokens has a micro-batch of its own. So T is at least L.
+    - Each row has at least one token of a prompt. So at most T n / (n + 1) of the T tokens were sampled.
+    """
     rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
     tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
     new = config.sampling.max_new_tokens
@@ -447,13 +455,14 @@ class MemoryLimits:
 
     host: float
     device: float
-    """Memory of a GPU."""
+    """Largest amount of memory that the run may take on one GPU, in bytes. Unused if `num_devices` is 0."""
     num_devices: int
     """GPUs of a host."""
     shared: float = math.inf
     """Size of /dev/shm."""
     origin: str = ""
-    """Where these limits come from, as messages say it; empty: from this host, or from the config."""
+    """Where these limits come from, as a text for messages, such as `--as 16x8xH100-80`. "" if they are the memory of
+    this host, or come from the config."""
 
 
 _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
@@ -493,7 +502,8 @@ def memory_limits(config: RunConfig) -> MemoryLimits:
 
 
 def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus: bool) -> PlannedRun:
-    """Return the input of the prediction for this run. `models`: the result of `role_models`."""
+    """Collect the facts about a run and its models from which the memory of the run is predicted. `models`: the result
+    of `role_models`. `on_gpus`: True if the run will compute on GPUs."""
     path = config.model.path
     scorers = {(str(args["path"]), str(args.get("dtype", "float32"))) for args in config.scoring_models().values()}
     others = {role: config.model.path_of(role) for role in models if config.model.path_of(role) != path}

@@ -40,8 +40,9 @@ class RunPaths:
 
     @property
     def first_full_events(self) -> Path:
-        """The first part of a run's journal, renamed to this when it was full. Shorter journals have only `events` (see
-        `pipeline/observe/journal.py`)."""
+        """Path of the first full file of a run's journal. The driver appends to `events`. When that file is full for
+        the first time, the driver renames it to this path and begins a new `events` (see
+        `pipeline/observe/journal.py`). Until then there is no file with this path."""
         return self.root / "events-000001.jsonl"
 
     @property

@@ -29,7 +29,8 @@ class GangConfig:
     """CPU threads of each worker's computation. If a replica has several ranks (engine.tensor_parallel,
     engine.pipeline_parallel), each rank has this number of threads."""
     concurrent_shards: int = setting(1, at_least(1))
-    """Shards that each replica of a pool works on at once. Must be 1 for a parallel group."""
+    """Number of shards that each replica of a pool works on at the same time. Must be 1 for a gang that acts as one
+    parallel group."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     offload: Offload = "none"
     """Parts of the gang's models that leave its devices while they are not needed. none: nothing. gradients: the
@@ -45,8 +46,9 @@ class GangConfig:
             "an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's", os.path.isabs
         ),
     )
-    """Directory for published weights on this gang's host; null: `cluster.weights_dir`. If the policy's gang has
-    another directory, the published weights are copied to this gang's directory, as they are to another host."""
+    """Directory for published weights on the hosts of this gang; null: `cluster.weights_dir`. The policy's gang
+    publishes weights in its own directory. If this gang has another directory, each published version is copied into
+    it."""
 
 
 @dataclass
@@ -100,9 +102,10 @@ def placed_gangs(
     needs.
 
     Args:
-        critic: True if a critic is trained. Otherwise its role is left out, and so are gangs without another role.
+        critic: True if a critic is trained. If False, its role is left out, and so is a gang that has only this role.
         replica_ranks: ranks of one replica of the engine.
-        scoring_models: True if rewards have models.
+        scoring_models: True if rewards use models. Each worker that scores then needs a GPU if its gang's `device` is
+            "auto".
     """
     gangs = placement.gangs
     roles = {role: gang_of_role(placement, role) for role in Role if critic or role is not Role.CRITIC}
@@ -182,9 +185,13 @@ def _device_sharing_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 
 def _unused_layout_problems(key: str, layout: LayoutConfig, roles: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each given layout setting that has no effect on a gang without policy, critic and reference.
-    If the gang scores and does not generate, the settings that divide a model have an effect. Otherwise no layout
-    setting has an effect."""
+    """Yield a problem for each layout setting that the user changed although the gang does not use it. The gang is one
+    without the policy, the critic and the reference.
+
+    - If it scores and does not generate, it uses `tensor`, `pipeline` and `sequence_parallel`, to divide the models of
+      rewards. If `sequence_parallel` is set without a division, this is a problem too.
+    - Otherwise it uses no layout setting.
+    """
     if Role.SCORE in roles and Role.GENERATE not in roles:
         why = "nothing is trained on that gang"
         names = sorted({one.name for one in fields(layout)} - {"tensor", "pipeline", "sequence_parallel"})

@@ -1,17 +1,19 @@
 """Check a run before it starts: its model, prompts, rewards and directory on disk. No worker is started.
 
-The first part tells which guarantees a run lacks because of its engine or its settings:
+The functions in the first section of this file tell which guarantees a run lacks because of its engine or its settings,
+for example that a repetition gives the same bits:
 
-    Capabilities of the engine, on the device of its workers ──► sentences
-                                                                   ├─► line and event at the start, tag in MLflow
-                                                                   ├─► `stageline check CONFIG` and `check RUN`
-                                                                   └─► beside the verdict of `stageline replay`
+    Capabilities of the engine, on the device of its workers
+        ──► sentences
+              ├─► line and event at the start, tag in MLflow
+              ├─► `stageline check CONFIG` and `check RUN`
+              └─► beside the verdict of `stageline replay`
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,9 +28,11 @@ from pipeline.config.identity import (
     FILE,
     Identity,
     change_problems,
+    config_changes,
     config_sections,
     edited_settings,
     flatten_sections,
+    has_no_effect,
     read_identity,
 )
 from pipeline.config.loading import config_hash, read_run_config
@@ -62,13 +66,15 @@ from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.config import PromptsConfig
 from storage.errors import StoreError
 from storage.problems import Problem, mentions, plain_name
-from storage.prompts import PromptItem, PromptsError
+from storage.prompts import PromptsError, split
 from storage.redaction import MARK, marked
 
+_MAX_CHANGES = 4
+"""Maximum number of settings that an error lists."""
 DEVICE_ITEM, ENGINE_DEVICE_ITEM = "device", "engine.device"
-"""Keys of a worker's numerics: the items on which the last bits of its results depend (stages/native/fingerprint.py).
-`DEVICE_ITEM` is present if the worker has a GPU. `ENGINE_DEVICE_ITEM` is reported by an engine in an environment of its
-own."""
+"""Names of two entries in a worker's numerics: the facts on which the rounding of its results depends
+(stages/native/fingerprint.py). `DEVICE_ITEM`: description of the worker's GPU; missing if it has none.
+`ENGINE_DEVICE_ITEM`: kind of device, such as cuda, of an engine in its own Python environment."""
 
 
 def engine_device(numerics: Mapping[str, str]) -> Device:
@@ -92,8 +98,9 @@ def engine_line(config: RunConfig, device: Device) -> str:
 
 
 def guarantee_lines(config: RunConfig, device: Device) -> list[str]:
-    """Return lines for users about a run's guarantees. If the run has all guarantees, return one line that says so.
-    Otherwise return the engine's line, and one line for each missing guarantee."""
+    """Return lines for users about a run's guarantees, for example that a repetition gives the same bits. If the run
+    has all guarantees, return one line that says so. Otherwise return a line with the capabilities of the engine, and
+    one line for each missing guarantee."""
     missing = unproven_guarantees(config, device)
     if not missing:
         return [f"engine {config.engine.kind} on {device}: a run repeats bit for bit, and leaves nothing unproven"]
@@ -216,7 +223,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         raise join_errors([error, *refusals(*source, lambda: _check_rewards(config, None), *others)]) from error
     _, tokenised, models, rewards, *_ = run_checks(
         lambda: _check_context(config, model),
-        lambda: _check_prompts(config, saved),
+        lambda: read_prompts(config, saved),
         lambda: _check_roles(config, model),
         lambda: _check_rewards(config, model),
         lambda: _check_token_ids(config, model),
@@ -264,10 +271,17 @@ def _check_scorer(config: RunConfig, key: str, path: str) -> None:
 
 
 def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
-    """Return the errors of reading the model, the prompts and the rewards of a config in which the settings `refused`
-    are wrong. Errors that name one of these settings are left out."""
+    """Read the model, the prompts and the rewards of a config that is known to have wrong settings, and return the
+    errors. So the user sees these errors together with the wrong settings. `refused`: key paths of the wrong settings.
+    Errors that name one of these settings are left out."""
     reading = (partial(_check_model, config), partial(_read_items, config), partial(_check_rewards, config, None))
-    errors = [error for several in refusals(*reading) for error in several.errors]
+    return errors_of_others(refusals(*reading), refused)
+
+
+def errors_of_others(found: Iterable[ConfigError], refused: Collection[str]) -> list[ConfigError]:
+    """Return the errors in `found`, without the errors that name one of the settings `refused`. An error that combines
+    several errors (`ConfigError.errors`) is first split into them."""
+    errors = [error for several in found for error in several.errors]
     return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]
 
 
@@ -300,9 +314,10 @@ def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -
     return models
 
 
-def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
+def read_prompts(config: RunConfig, saved: Path | None = None) -> Preflight:
     """Read the tokenizer and the prompts. Return them and, if the saved prompts are damaged, a description of the
-    damage. Set the number of evaluated prompts in the config to the number that was read."""
+    damage. Set the number of evaluated prompts in the config to the number that was read. Raises ConfigError if they
+    cannot be read. `saved`: as for `preflight`."""
     tokenizer = open_tokenizer(config, config.model.path)
     prompts, lost = _prompts_of(config, tokenizer, saved)
     if config.evaluation_source is None:
@@ -349,16 +364,16 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     if identity is not None:
         _check_same_run(config, paths, identity)
     elif paths.config.exists() and config_hash(read_run_config(paths.config)) != config_hash(config):
-        raise ConfigError(
-            "name",
-            f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
-            "name=..., or give --overwrite (in Python: overwrite=True), which moves that directory aside",
-        )
+        raise _other_config_error(config, paths)
     elif not resume and holds_run(paths):
+        had = read_run_config(paths.config).steps if paths.config.exists() else config.steps
+        way = f"`stageline resume {paths.root}` continues it, unless it has ended"
+        if config.steps > had:
+            way = f"`stageline resume {paths.root} steps={config.steps}` makes it longer (it has {had})"
         raise ConfigError(
             "name",
-            f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
-            "it, another name=... starts a new one, --overwrite (in Python: overwrite=True) moves it aside",
+            f"given {config.name!r}; {paths.root} holds this run already: {way}, another name=... starts a new one, "
+            "--overwrite (in Python: overwrite=True) moves it aside",
         )
     had_url = identity is not None and identity.latest.config["storage"].get("url") is not None
     check_stored(config.stored, resume=resume, had_url=had_url)
@@ -396,13 +411,30 @@ def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> N
                 f"which is then written anew from {FILE}. What may change is given with the command: `stageline resume "
                 f"{paths.root} key=value`",
             )
-    problems = list(change_problems(identity.latest.config, config))
-    if problems:
-        listed = "; ".join(f"{problem.key}={problem.given}: {problem.need}" for problem in problems)
-        raise ConfigError(
-            problems[0].key,
-            f"cannot change in a run that goes on ({listed}). Another name=... starts a new run with it",
-        )
+    refuse(change_problems(identity.latest.config, config))
+
+
+def _other_config_error(config: RunConfig, paths: RunPaths) -> ConfigError:
+    """Return the error for a directory that holds a run with another config. It names some of the settings that differ,
+    and the command that continues that run with the new settings, if such a command works."""
+    before = config_sections(read_run_config(paths.config))
+    changed = config_changes(before, config_sections(config))
+    deciding = [one for one in changed if one.key == "steps" or not has_no_effect(one.key, config)]
+    changes = [one.assignment for one in deciding]
+    problems = list(change_problems(before, config))
+    if not problems:
+        way = f"`stageline resume {paths.root} {' '.join(changes)}` continues it. Or choose"
+    elif [problem.key for problem in problems] == ["steps"]:
+        way = f"For steps, {problems[0].need}. Or choose"
+    else:
+        way = "Choose"
+    more = f" and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
+    shown = ", ".join(changes[:_MAX_CHANGES]) + more
+    return ConfigError(
+        "name",
+        f"given {config.name!r}; {paths.root} holds a run without these settings: {shown}. {way} another name=..., or "
+        "give --overwrite (in Python: overwrite=True), which moves that directory aside",
+    )
 
 
 def check_trackers(tracking: TrackingConfig) -> None:
@@ -414,9 +446,9 @@ def check_trackers(tracking: TrackingConfig) -> None:
 
 
 def _check_tracking(config: RunConfig) -> None:
-    """Raise ConfigError if a run with attached workers is tracked in an SQLite file on a network filesystem. A file in
-    the run's own directory is allowed; any other file may be used by several runs. SQLite's locks do not work on such a
-    filesystem, so one driver would overwrite the records of another."""
+    """Raise ConfigError if a run with attached workers is tracked in an SQLite file on a network filesystem, unless the
+    file is in the run's own directory. SQLite's locks do not work on such a filesystem. If several runs used the file,
+    one driver would overwrite the records of another."""
     uri = config.tracking.uri
     if config.cluster.kind == "local" or uri is None or not uri.startswith(SQLITE):
         return
@@ -472,10 +504,13 @@ def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
         "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
         "model.eos_token_ids": config.model.eos_token_ids,
     }
-    for key, tokens in named.items():
-        for token in tokens:
-            if not 0 <= token < model.vocab_size:
-                raise ConfigError(key, f"given {token}; the model has token ids 0 to {model.vocab_size - 1}")
+    need = f"the model has token ids 0 to {model.vocab_size - 1}"
+    refuse(
+        Problem(key, token, need)
+        for key, tokens in named.items()
+        for token in tokens
+        if not 0 <= token < model.vocab_size
+    )
 
 
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
@@ -536,7 +571,7 @@ def _check_engine_device(config: RunConfig, device: Device) -> None:
 class _BuiltPart:
     key: str
     fields: frozenset[str]
-    """Fields of the prompts that the part reads."""
+    """Names of the fields that the reward part reads from each prompt, such as the field with the right answer."""
     protections: Mapping[str, str | None]
 
 
@@ -689,9 +724,12 @@ def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
-    """Return the evaluated prompts, as the held-out prompts of a table. The table has the training prompts too, unless
-    evaluations have a source of their own. Raises ConfigError if the prompts cannot be read or used, for example if
-    `evaluate.shards` does not divide their number."""
+    """Return a table of prompts. Its held-out prompts are the prompts on which the run is evaluated. If evaluations
+    have no source of their own (`evaluate.prompts`), the table also has the training prompts.
+
+    Raises:
+        ConfigError: the prompts cannot be read or used. For example, `evaluate.shards` does not divide their number.
+    """
     source, most, shards = config.evaluation_source, config.evaluate.prompts.max, config.evaluate.shards
     if source is None:
         return _tokenised(config, tokenizer, config.prompts)
@@ -714,12 +752,13 @@ def _read_items(config: RunConfig) -> None:
     """Read the sources of the training prompts and of the evaluated prompts, only to check them. Raises ConfigError if
     one cannot be read."""
     sources = {"prompts": config.prompts, "evaluate.prompts": config.evaluation_source}
-    run_checks(*(partial(_items, source, section) for section, source in sources.items() if source is not None))
+    run_checks(*(partial(_check_items, source, section) for section, source in sources.items() if source is not None))
 
 
-def _items(source: PromptsConfig, section: str) -> list[PromptItem]:
+def _check_items(source: PromptsConfig, section: str) -> None:
     with _errors_of(section):
-        return read_source(source)
+        items = read_source(source)
+        split(len(items), source.held_out or 0, seed=0)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The configurations of a reward model's training and of a labelling, and their problems.
+"""The configurations of a reward model's training and of a labelling, and the functions that find problems in them.
 
 In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with the
 configuration of a run.
@@ -63,7 +63,8 @@ class ScorerConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A reward model's training."""
+    """The config for training a reward model: the model, the preference data, the optimizer, and the directory for the
+    results."""
 
     name: str = setting("???", plain_name())
     """Name of the training's directory."""
@@ -136,7 +137,7 @@ def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
 
 @dataclass
 class JudgeConfig:
-    """The judge that labels."""
+    """The judge that grades or compares responses, to make a preference set: its kind and arguments."""
 
     kind: str = "???"
     """Kind of the judge: `judge` (a model behind an endpoint) or `local_judge` (a model in this process)."""
@@ -169,7 +170,7 @@ class LabelConfig:
     """A labelling: a judge makes a preference set from prompts and responses."""
 
     name: str = setting("???", plain_name())
-    """Name of the labelling's directory."""
+    """Name of the directory below `runs_dir` in which the labelled pairs of responses are stored."""
     runs_dir: str = setting("runs", local_directory())
     """Parent of the labelling's directory."""
     seed: int = setting(0, at_least(0))
@@ -183,8 +184,9 @@ class LabelConfig:
     pairs_per_prompt: int | None = setting(None, at_least(1))
     """Maximum number of pairs per prompt that the judge compares, drawn from all pairs; null: all."""
     min_margin: float = setting(0.0, at_least(0))
-    """Largest margin at which a pair counts as a tie. The margin is the difference between the judge's grades for the
-    two responses, or between its preferences for them. Ties are left out."""
+    """Number that the margin of a pair must exceed. Other pairs count as ties and are left out. If the judge grades
+    each response, the margin is the difference between the two grades. If the judge compares the responses, the margin
+    is |2 w - 1|, where w is its preference for the first response, from 0 to 1."""
     prompts_at_once: int = setting(64, at_least(1))
     """Prompts per round. In a round the judge is asked about all responses to these prompts, and then all labels are
     written."""

@@ -24,8 +24,12 @@ EXPORT = "model"
 
 
 def check_training(config: RewardModelConfig) -> TrainingParts:
-    """Read and check everything that a training needs, and return its judgements as rows of tokens. Raises ConfigError
-    for the first problem; the error names the key path of the setting at fault."""
+    """Check a reward model's training: its models, data, directory and GPUs. Return its preference data (training,
+    validation and held-out) as rows of tokens.
+
+    Raises:
+        ConfigError: the first problem that is found, with the key path of the setting at fault.
+    """
     spec = read_model("model.path", config.model.path)
     if config.model.blocks is not None:
         if config.model.blocks > spec.num_layers:

@@ -3,18 +3,18 @@ the code of the `score` stage. Rewards that load a model or ask a judge are left
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from pipeline.config.preflight import Preflight, prompts_scored_by
+from pipeline.config.preflight import Preflight, errors_of_others, prompts_scored_by, read_prompts
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, run_checks
+from pipeline.errors import ConfigError, refusals, run_checks
 from stages.rewards.config import RewardPartsConfig
 from stages.rewards.protocol import Part, RewardFailed
-from stages.rewards.registry import build_parts, close_parts
+from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from stages.score import score
 from storage.records import FinishReason, Rollout
 
@@ -36,13 +36,35 @@ class TrialResult:
     highest: float
     num_rows: int
 
+    def __str__(self) -> str:
+        if self.lowest < self.highest:
+            scores = f"scores from {self.lowest:.4g} to {self.highest:.4g} on {self.num_rows} made-up responses"
+        else:
+            scores = (
+                f"the score {self.lowest:.4g} for each of {self.num_rows} made-up responses. That is right if none of "
+                "them earns more; a run learns only if its own responses get different scores"
+            )
+        return f"{self.key} ({self.kind}): {scores}"
+
 
 def try_rewards(config: RunConfig, checked: Preflight) -> list[TrialResult]:
-    """Try the parts of `reward`, and the parts of `evaluate.reward` if it is given. Return one result per part that was
-    tried. Raises ConfigError with the key path of every part that fails."""
+    """Score a few made-up responses with each part of `reward`, and of `evaluate.reward` if it is given. Parts that
+    load a model or ask a judge (`COSTLY`) are left out. Return one result per part that was tried. Raises ConfigError
+    with the key path of every part that fails."""
     sections = {"reward": config.reward} | dict([config.held_out_reward])
     results = run_checks(*(partial(_try_section, config, checked, *one) for one in sections.items()))
     return [tried for of_section in results for tried in of_section]
+
+
+def trial_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError]:
+    """Return the errors of trying the rewards of a config in which the settings `refused` are wrong. Errors that name
+    one of these settings are left out. If the prompts cannot be read or a reward cannot be built, nothing is tried, and
+    the list is empty: the checks that found the wrong settings report these errors too."""
+    try:
+        checked = read_prompts(config)
+        return errors_of_others(refusals(lambda: try_rewards(config, checked)), refused)
+    except (ConfigError, UnfitReward):
+        return []
 
 
 def _try_section(config: RunConfig, checked: Preflight, key: str, section: RewardPartsConfig) -> list[TrialResult]:
@@ -58,17 +80,24 @@ def _try_section(config: RunConfig, checked: Preflight, key: str, section: Rewar
 
 
 def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str) -> TrialResult:
+    fields_of_rows, chats = checked.prompts.for_reward(rows.prompt_index)
     try:
-        scores = score([part], checked.tokenizer, rows, *checked.prompts.for_reward(rows.prompt_index)).scores
+        scores = score([part], checked.tokenizer, rows, fields_of_rows, chats).scores
     except RewardFailed as error:
+        # If a prompt lacks a field, `check_fields` refuses `args`. With the same key, the fault is reported once.
+        at_fault = "args" if any(part.reward.fields - fields.keys() for fields in fields_of_rows) else "kind"
         need = f"given {kind!r}; it failed on {rows.num_rows} made-up responses to prompts of this run: {error}"
-        raise ConfigError(f"{key}.kind", need) from error
+        raise ConfigError(f"{key}.{at_fault}", need) from error
     return TrialResult(key, kind, float(scores.min()), float(scores.max()), rows.num_rows)
 
 
 def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
-    """Return one row for each made-up response to each of some prompts, in the form of an engine's rows. The prompts
-    are the first `NUM_PROMPTS` of each array of `prompts_scored_by`."""
+    """Return made-up rows on which rewards are tried, in the form of rows that an engine generates. A few prompts are
+    chosen, and each of them gets all made-up responses.
+
+    `section`: reward or evaluate.reward. Its rewards score training prompts, held-out prompts or both. The first
+    `NUM_PROMPTS` prompts of each of these sets are chosen.
+    """
     prompts = checked.prompts
     numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]
@@ -95,8 +124,10 @@ def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
 
 
 def _responses(config: RunConfig, checked: Preflight) -> Iterator[tuple[list[int], FinishReason]]:
-    """Yield the tokens and the finish reason of each made-up response. A text is repeated until it has at least
-    `sampling.min_new_tokens` tokens. A response that still has fewer tokens, or none, is left out."""
+    """Yield the tokens and the finish reason of each made-up response. A text with fewer than `sampling.min_new_tokens`
+    tokens is repeated until it is long enough. A text that is too long is cut to `sampling.max_new_tokens`. The empty
+    text cannot be repeated: its response has at most an EOS. It is left out if it has no token, or fewer than
+    `sampling.min_new_tokens`."""
     least, most, tokenizer = config.sampling.min_new_tokens, config.sampling.max_new_tokens, checked.tokenizer
     for text in RESPONSES:
         ids = tokenizer.encode(text)

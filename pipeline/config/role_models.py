@@ -68,12 +68,14 @@ def check_output_layer(key: str, path: str) -> None:
 
 def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -> dict[Role, ModelSpec]:
     """Return role -> architecture of its model, for policy and reference, and for the critic if one is trained.
-    `policy`: the architecture of the model at `model.path`. `weights`: False to look only at each config.json.
+    `policy`: the architecture of the model at `model.path`. `weights`: False to read only each config.json, and to skip
+    the checks that need weights.
 
     Raises:
-        ConfigError: the model of the reference or the critic cannot be read. Its head or its vocabulary does not fit
-            the policy. Its context is too short for a row. Its frozen blocks differ from the policy's. A number of
-            blocks in the config does not fit a model.
+        ConfigError: a model cannot be read, or does not suit the run. The reference must be a language model, and a
+            head of the critic must give one score per row. Both need the policy's vocabulary, the policy's frozen
+            blocks, and a context that is long enough for a row. `model.frozen_blocks` and `model.critic_blocks` must
+            fit the number of blocks of the models.
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
     specs = dict.fromkeys((Role.POLICY, *others), policy)
@@ -168,9 +170,13 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. It can share them if
-    both models have the same architecture and the same weights in these parts, and if it has further blocks. The
-    numbers of blocks and of positions may differ."""
+    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. It can share them
+    under three conditions:
+
+    - Both models have the same architecture. Only their numbers of blocks and of positions may differ.
+    - Both models have the same weights, rounded to `model.dtype`, in the frozen blocks and embeddings.
+    - The other model has more blocks than the frozen ones.
+    """
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"
@@ -179,7 +185,8 @@ def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, othe
         raise ConfigError(key, f"given {path!r}; {shared}, but its architecture is another: {hint}")
     names = [name for name in tensor_shapes(policy) if _is_frozen(name, frozen)]
     # Loads torch, which takes seconds, and few runs get here.
-    difference = import_module("stages.models.hf_weights").first_difference(own_path, path, names)
+    weights = import_module("stages.models.hf_weights")
+    difference = weights.first_difference(own_path, path, names, config.model.dtype)
     if difference is not None:
         raise ConfigError(key, f"given {path!r}; {shared}, but its {difference} is another: {hint}")
 

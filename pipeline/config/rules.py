@@ -5,7 +5,7 @@ dataclass. The other rules are here:
 
     the whole config       `_problems_across`
     rows and layouts       `_gang_problems`, `_reuse_problems`
-    settings without use   `_unread_problems`, `_normalize_problems`
+    settings without use   `_unread_problems`, `_normalize_problems`; `length_notes` for allowed ones
     the engine's kind      `_engine_problems`
 """
 
@@ -60,9 +60,16 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return a copy of the config in which the settings `wrong` have their defaults, so that the other settings can be
-    checked across sections. Also return the names of the sections that were replaced as a whole: sections in which a
-    wrong key names no setting, and sections that still have problems."""
+    """Return a copy of the config without the known problems, so that problems between sections can still be found.
+    Also return the names of the sections that were replaced as a whole.
+
+    In the copy, each setting in `wrong` has its default. A whole section is replaced by a valid one in
+    two cases:
+
+    - A key in `wrong` has no default, because it names no field of a section. For example, it names an entry of a
+      mapping.
+    - The section has problems even with the defaults.
+    """
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
@@ -74,7 +81,7 @@ def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfi
 
 
 def _valid_config() -> RunConfig:
-    """Return a config without problems."""
+    """Return a config in which every section is valid. Its sections can replace wrong sections of another config."""
     reward, placement = RewardConfig(kind="characters"), default_placement()
     return RunConfig(name="run", reward=reward, placement=placement)
 
@@ -132,6 +139,13 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             "or ppo.advantage=reinforce_pp, which compares with the whole step"
         )
         yield Problem("rollout.responses_per_prompt", config.rollout.responses_per_prompt, need)
+    if config.ppo.advantage == "group" and config.ppo.kl.where == "reward" and config.ppo.kl.coef:
+        # Not a problem of section `ppo` alone, which would hide the problem above from who tries GRPO first.
+        need = (
+            "ppo.advantage=group divides by the deviation of a prompt's rewards; if all scores are equal, only the KL "
+            "is left in it: ppo.kl.where=loss (as GRPO has it), ppo.advantage=group_mean or ppo.kl.coef=0"
+        )
+        yield Problem("ppo.kl.where", config.ppo.kl.where, need)
     yield from _normalize_problems(config)
     yield from _unread_problems(config)
     yield from _reuse_problems(config)
@@ -144,7 +158,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         key, held_out = "prompts.held_out", config.prompts.held_out
         if config.evaluation_source is not None:
             if held_out:
-                need = "the evaluated prompts are those of evaluate.prompts.url: 0, or null"
+                need = "the evaluated prompts are those of evaluate.prompts.url: give prompts.held_out=0 too"
                 yield Problem(key, held_out, need)
             key, held_out = "evaluate.prompts.max", config.evaluate.prompts.max
         if held_out is not None:
@@ -172,6 +186,20 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         key = f"placement.gangs.{generating}.workers"
         need = f"needs {key} of 2 or more (given {workers}); with one replica: false"
         yield Problem("cluster.migrate_rows", True, need)
+
+
+def length_notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes about settings that are allowed, but larger than the number of steps can use."""
+    trained = {Role.POLICY: config.model.policy} | ({Role.CRITIC: config.model.critic} if config.has_critic else {})
+    for role, optimizer in trained.items():
+        if optimizer.warmup_steps > config.steps:
+            yield (
+                f"model.{role}.warmup_steps={optimizer.warmup_steps} is more than steps={config.steps}: the learning "
+                f"rate ends at {config.steps / optimizer.warmup_steps:.0%} of model.{role}.lr"
+            )
+    most = max(config.steps - 1, 1)
+    if config.staleness > most:
+        yield f"staleness={config.staleness} has the effect of staleness={most}, because steps={config.steps}"
 
 
 def _unread_problems(config: RunConfig) -> Iterator[Problem]:
@@ -304,8 +332,8 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _plain_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting that changes the logits before a token is drawn. The log-probs of this engine
-    ignore these changes."""
+    """Yield a problem for each setting that changes the logits before a token is drawn. Call this only for an engine
+    whose log-probs ignore such changes (`Capabilities.distributions` is plain)."""
     sampling, other = config.sampling, _other_engines_text(config, lambda c: c.distributions == "any")
     if sampling.temperature != 1:
         need = f"its log-probs are for temperature 1 even if it draws at another: must be 1{other}"

@@ -33,6 +33,7 @@ from stages.ppo.config import PPOConfig, has_critic, resolve_proximal
 from stages.rewards.config import (
     JUDGE_BUDGET,
     JUDGES,
+    SCORING_MODELS,
     RewardConfig,
     RewardPartsConfig,
     judge_notes,
@@ -146,8 +147,12 @@ class RunConfig:
         return self.placement.gangs[gang].weights_dir or self.cluster.weights_dir
 
     def alarm_nats(self, first: float | None) -> float:
-        """Return the mean absolute difference of canaries' log-probs above which there is an alarm. `first`: the
-        difference at version 0; None: the limit is for version 0 itself."""
+        """Return the limit of the mismatch alarm, in nats. The alarm compares the engine's and the trainer's log-probs
+        of the same tokens (canaries). It is raised if their mean absolute difference is above the limit. If
+        `mismatch.alarm_nats` is set, it is the limit. Otherwise `alarm_limit` computes the limit.
+
+        `first`: the difference at version 0; None: return the limit for version 0 itself.
+        """
         if self.mismatch.alarm_nats is not None:
             return self.mismatch.alarm_nats
         return alarm_limit(FLOAT32_FLOOR_NATS if self._float32 else BFLOAT16_FLOOR_NATS, first)
@@ -187,13 +192,14 @@ class RunConfig:
         if self.cluster.start_timeout_s is not None:
             return self.cluster.start_timeout_s
         paths = {self.model.path_of(role) for role in MODEL_ROLES}
-        paths |= {str(args["path"]) for args in self.scoring_models().values() if "path" in args}
+        paths |= {str(args["path"]) for args in self.scoring_models().values()}
         return _START_S + max(map(stored_bytes, paths)) / _SLOW_DISK_BYTES_PER_S
 
     @property
     def has_canaries(self) -> bool:
-        """True if engine and trainer are compared at every version. An engine that cannot score given tokens has only
-        the log-probs of its own sampling, which can be compared only if no row is stale."""
+        """True if engine and trainer are compared at every version, on the log-probs of a few rows (canaries). This
+        needs `mismatch.rows` above 0. It also needs an engine that can score given tokens, or a staleness of 0. At
+        staleness 0 the current version has sampled all rows, so the log-probs from the sampling can be compared."""
         return self.mismatch.rows > 0 and (self.capabilities().scores or self.staleness == 0)
 
     @property
@@ -220,11 +226,12 @@ class RunConfig:
     def scoring_models(self) -> dict[str, Mapping[str, Any]]:
         """Return key path -> arguments, for every reward with a model in the scoring worker (kinds `model` and
         `local_judge`). Assumes that the rewards can be built."""
-        return self._rewards_of(("model", "local_judge"))
+        return self._rewards_of(SCORING_MODELS)
 
     def answer_caches(self) -> dict[str, str]:
-        """Return key path of `cache` -> the directory, for every judge that has this setting. Such a judge keeps its
-        answers in that directory; other judges keep them in the run's directory."""
+        """Return key path of a judge's setting `cache`, such as `reward.args.cache` -> the directory in which this
+        judge stores its answers. Judges without the setting are left out: they store their answers in the run's
+        directory."""
         judges = self._rewards_of(JUDGES)
         return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
 
@@ -233,7 +240,8 @@ class RunConfig:
         return frozenset(f"{where}.{name}" for where in self._rewards_of(("judge",)) for name in JUDGE_BUDGET)
 
     def judge_notes(self) -> list[str]:
-        """Return notes for the user about the run's judges."""
+        """Return warnings for the user about settings of judges that are allowed but risky: one for each judge with
+        `delimit: false`. Such a judge cannot tell where the response ends and the rubric begins."""
         sections = (("reward", self.reward), ("evaluate.reward", self.evaluate.reward))
         return [note for name, section in sections for note in judge_notes(section, name)]
 

@@ -25,8 +25,9 @@ RULES = (
     "trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates",
     "equal_groups", "cut_responses", "constant_score", "constant_length", "unmoved",
 )  # fmt: skip
-"""Names of the alarms in `alarms.stop`. The journal, MLflow's tags and the table at the end of a run use the same names
-for them, except for the alarm `mismatch`."""
+"""Names of the alarms that `alarms.stop` may list. The journal, MLflow's tags and the table at the end of a run use the
+same names. Only `mismatch` is an exception: in the journal it is an alarm of the stage `canary`, and it has no tag in
+MLflow."""
 
 _LIMITS = {
     "trainer_idle": "trainer_idle_s",
@@ -42,8 +43,8 @@ except mismatch, which has a section of its own."""
 
 @dataclass
 class AlarmsConfig:
-    """The limits of the rules that warn about a run. Null switches a rule off. An alarm is raised when its rule begins
-    to hold; it is raised again only after the rule has ceased to hold."""
+    """The limits of the rules that warn about a run. Null switches a rule off. A rule raises an alarm when its
+    condition is first met. It raises the next alarm only after the condition has been false in between."""
 
     trainer_idle_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
     """trainer_idle: alarm if the policy's gang is up and has no node to work on for this many seconds."""
@@ -57,9 +58,9 @@ class AlarmsConfig:
     row: the policy has collapsed."""
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
     """kl: alarm if the KL to the reference (`kl/ref_per_token`, nats per token) is above this for 3 steps in a row."""
-    critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
-    """critic: alarm if `critic/explained_variance` is negative for this many steps in a row: the critic is worse than a
-    constant."""
+    critic_steps: int | None = setting(5, at_least(1, ", or null for no such alarm"))
+    """critic: alarm if `critic/explained_variance` is below -0.05 for this many steps in a row: the critic is worse
+    than a constant."""
     stop: list[str] = setting([])
     """Rules whose alarm ends the run. The run can be resumed. `mismatch` is the alarm of the canaries (section
     `mismatch`)."""
@@ -128,9 +129,9 @@ class ClusterConfig:
     """Origin of the workers. local: the driver starts them on its own host. attached: `stageline worker` starts them on
     any hosts, and they join."""
     interface: str | None = None
-    """Attached: name of the network interface for all listening sockets, gloo and NCCL. It must be the same on every
-    host. null: each host uses the interface by which it reaches the driver, and gloo and NCCL follow their environment
-    variables."""
+    """Name of the network interface for all listening sockets, gloo and NCCL, the same on every host. Only used with
+    `kind: attached`. null: each host uses the interface by which it reaches the driver. gloo and NCCL then use the
+    interfaces in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if these are set."""
     address: str | None = setting(
         None,
         Constraint(
@@ -157,9 +158,10 @@ class ClusterConfig:
     """Seconds that a worker may take to load its models after its process has started. null: 300 plus 10 for every GB
     of the largest model's files."""
     deadline_s: float = setting(1800.0, above(0, " seconds"))
-    """Seconds that a node of the task graph may take. After that its worker counts as lost and is ended. If another
-    replica can do its work, the worker first counts as suspect: it gets no new nodes, and is ended if it is still busy
-    after the same time again."""
+    """Seconds that a node of the task graph may take. After that time the node also runs on another replica, and the
+    slow worker gets no new nodes. If the slow worker does not finish within another `deadline_s`, it is ended. If no
+    other replica can do the node's work, the slow worker counts as lost after the first `deadline_s`, and is ended
+    then."""
     collective_timeout_s: float = setting(300.0, above(0, " seconds"))
     """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
     the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""
@@ -270,16 +272,22 @@ class ExportConfig:
 
 FLOAT32_FLOOR_NATS = 0.01
 BFLOAT16_FLOOR_NATS = 0.05
-"""Lowest limits of the mismatch alarm: FLOAT32_FLOOR_NATS if engine and trainer both compute in float32,
-BFLOAT16_FLOOR_NATS otherwise. 0.05 nats mean that probabilities differ by a factor of exp(0.05) = 1.05. Differences
-measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to 0.031 in the embedded
-engine, up to 0.077 in vLLM."""
+"""FLOAT32_FLOOR_NATS and BFLOAT16_FLOOR_NATS: smallest limits that the mismatch alarm can have if `mismatch.alarm_nats`
+is null, in nats (`alarm_limit`). The alarm compares the log-probs of engine and trainer for the same tokens and
+weights. FLOAT32_FLOOR_NATS applies if both compute in float32, and BFLOAT16_FLOOR_NATS otherwise. A difference of 0.05
+nats means that probabilities differ by a factor of exp(0.05) = 1.05.
+
+Differences measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32. In bfloat16: 0.014 to 0.031
+nats in the embedded engine, and up to 0.077 in vLLM. The 0.077 nats raise no alarm, although they are above the floor.
+The limit is the larger of two numbers: the floor, and FACTOR times the difference at version 0.
+"""
 FACTOR = 3.0
-"""The limit of the alarm is the difference at version 0 times this factor, but never below the floor (`alarm_limit`).
-In healthy runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
+"""Factor for the limit of the mismatch alarm, which compares the log-probs of engine and trainer at each version of the
+weights. The limit is FACTOR times the difference at version 0, but at least FLOAT32_FLOOR_NATS or BFLOAT16_FLOOR_NATS
+(`alarm_limit`). In healthy runs the differences at later versions were 0.6 to 1.3 times the difference at version 0."""
 STALE_SHARE = 2 / 3
-"""Factor that lowers the limit if the engine still seems to hold the older weights that sampled the tokens
-(`differs`)."""
+"""Factor that lowers the limit of the mismatch alarm in one case: the engine's log-probs suggest that it still computes
+with older weights (`differs`). A smaller difference from the trainer then raises the alarm."""
 
 
 @dataclass
@@ -287,7 +295,8 @@ class MismatchConfig:
     """Canaries: rows that engine and trainer both score with the same version."""
 
     rows: int = setting(4, at_least(0))
-    """Number of rows of the first shard that are canaries, at most all rows of the shard; 0: no comparison."""
+    """Number of canaries: rows on which the log-probs of engine and trainer are compared at every version. They are the
+    first rows of a step's first shard, at most all its rows. 0: engine and trainer are not compared."""
     alarm_nats: float | None = setting(
         None, above(0, " nats, or null for a limit that follows from the difference at version 0")
     )
@@ -306,14 +315,18 @@ def alarm_limit(floor: float, first: float | None) -> float:
 
 
 def differs(difference: float, limit: float, moved: float | None) -> bool:
-    """Return True if engine and trainer differ by more than rounding explains.
-
-    `moved` is the mean absolute change of the engine's log-probs since older weights sampled the tokens, or None if the
-    present weights sampled them. An engine that still holds the older weights has not moved: it differs from the
-    trainer by the trainer's whole move. An engine with the new weights has moved with the trainer. So the limit is
-    lower if the engine is closer to its earlier log-probs than to the trainer:
+    """Return True if the log-probs of engine and trainer differ by more than rounding explains:
 
         difference > limit    or    difference > STALE_SHARE * limit  and  moved < difference / 2
+
+    The second condition finds an engine that did not load the new weights. The log-probs of such an engine change
+    little, so `moved` is small. But the trainer's log-probs have changed, so `difference` is large.
+
+    Args:
+        difference: mean absolute difference between the log-probs of engine and trainer for the same tokens, in nats.
+        limit: limit of the alarm, in nats.
+        moved: mean absolute change of the engine's log-probs since older weights sampled the tokens, in nats. None if
+            the current weights sampled any of the tokens.
     """
     stale = moved is not None and moved < difference / 2
     return difference > (STALE_SHARE * limit if stale else limit)

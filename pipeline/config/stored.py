@@ -46,7 +46,7 @@ class RunStorage:
     directory: Path
     """The run's directory."""
     url: str | None = None
-    """`storage.url`; None: everything is in the directory."""
+    """URL of the object store with the run's data (`storage.url`). None: all data is in the run's directory."""
     durability: Durability = files.DEFAULT
 
     @property
@@ -122,8 +122,9 @@ class Claim:
 
     stored: RunStorage
     number: int | None
-    """Number of the claim, counted from 1. None if the data is in the run's directory, whose lock keeps other drivers
-    away."""
+    """Number of this claim among the claims that drivers have made on the run's data in the object store, counted from
+    1. The driver with the highest number owns the data. None if the data is in the run's directory. A lock then keeps
+    other drivers away."""
 
     def later(self) -> str | None:
         """Return the description of a driver that has claimed the data after this claim, or None."""
@@ -164,11 +165,14 @@ def _claim_key(number: int) -> str:
 
 
 def check_stored(stored: RunStorage, *, resume: bool, had_url: bool) -> None:
-    """Check the place of a run's data before the run starts or is resumed (`resume`). Leaves no file.
+    """Check the place of a run's data before the run starts or is resumed (`resume`). The check leaves no file behind.
+    `had_url`: True if a resumed run had a `storage.url` before.
 
-    With an object store, raise ConfigError if the store cannot be used, if a new run finds data there, or if a resumed
-    run finds no claim there. Without one, raise ConfigError only if a resumed run had a `storage.url` before
-    (`had_url`), and the ledger is not in the directory."""
+    Raises:
+        ConfigError: with an object store: the store cannot be used, a new run finds the data of a run there, or a
+            resumed run finds no trace of an earlier driver there. Without an object store: the resumed run had a
+            `storage.url` before, and its ledger is not in the run's directory.
+    """
     if stored.url is None:
         if resume and had_url and not any(Path(stored.ledger_url).glob("*")):
             raise _refused(

@@ -83,8 +83,10 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
 
 
 def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob, ...]]) -> Finding:
-    """Run the groups of jobs at the same time, each group in a process of its own. On the CPU, one process runs all
-    jobs and the reference. Compare the results with the result of the reference."""
+    """Run test jobs on engines, and compare their results with the result of a reference job. The reference job runs
+    the embedded engine on the CPU, in float32 with plain torch kernels. The groups of jobs run at the same time, each
+    in a process of its own. If the jobs are for the CPU, one process runs all of them and the reference job. Raises
+    Fault if a result is wrong."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
     on_cpu = jobs[0].device == "cpu"  # then one process runs all jobs, so it loads the libraries once
@@ -105,11 +107,16 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 
 
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
-    """Raise Fault if an engine kept its old weights after a refit.
+    """Make two checks of an engine's results:
 
-    If the engine's draws are keyed, its first rows are compared with three other results: the reference's rows, rows
-    that the engine generated one at a time, and rows that it generated after other weights and then the first weights
-    were loaded. Raise Fault if rows differ by more than rounding. `facts`: measurements that a Fault reports."""
+    - After other weights were loaded, the engine must generate other log-probs.
+    - If the engine's draws are keyed, its first rows must agree with the reference engine's rows, with the rows that
+      the tested engine generated one at a time, and with its last rows. Before the last rows, the tested engine loaded
+      other weights and then the original weights again.
+
+    Raises Fault if a check fails. Differences that rounding explains are accepted. `facts`: measurements that the Fault
+    reports.
+    """
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -157,11 +164,11 @@ def _refit_rate(result: EngineResult) -> float:
 
 
 def _test_model(settings: DoctorSettings) -> str:
-    """Return the name or path of the model that engines are tested with.
+    """Return the name or path of the model with which engines are tested: `settings.model`, or a copy of it in files.
 
-    A random model is written to files if its context is shorter than `CONTEXT_TOKENS`, or if engines in other
-    environments need files. The written model has a context of `CONTEXT_TOKENS`, which does not change its weights. Any
-    other model is returned as it is."""
+    Only a random model, such as `random:tiny`, is copied. This happens if its context is shorter than `CONTEXT_TOKENS`,
+    or if engines in other environments need files. The copy has the same weights, and a context of `CONTEXT_TOKENS`.
+    """
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= CONTEXT_TOKENS and not settings.engines):
         return model

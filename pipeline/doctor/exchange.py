@@ -34,8 +34,8 @@ RENDEZVOUS_S = 300.0
 """Longest time that a rank waits for the others, in seconds. The other ranks' nodes may take longer for the preceding
 tests."""
 MIN_BYTES_PER_S = {"gloo": 20e6, "nccl": 1e9}
-"""Lowest accepted rate of an all-reduce in bytes per second, if the rate of the links is not known. It is about a fifth
-of 1 Gbit/s Ethernet for gloo, and about 10 Gbit/s for NCCL."""
+"""Backend -> lowest accepted rate of an all-reduce in bytes per second, if the rate of the links is not known. For gloo
+this is about a fifth of the rate of 1 Gbit/s Ethernet. For NCCL it is about the whole rate of a link with 10 Gbit/s."""
 MIN_LINK_FRACTION = 0.25
 """Fraction of the links' rate in `conf/hardware` that an all-reduce by NCCL must reach.
 

@@ -28,7 +28,7 @@ SMI_TIMEOUT_S = 60.0
 MIN_CAPABILITY = (8, 0)
 """Oldest accepted compute capability: Ampere, the first generation with bfloat16."""
 MAX_USED_BYTES = 1 << 30
-"""Maximum memory that other processes may use on a GPU."""
+"""Number of bytes that other processes may use on a GPU. If they use more, the test reports a fault."""
 LINK_BYTES_PER_S = 25e9
 """Rate of one NVLink in one direction, for generations 2 to 4. Generation 5 has twice this rate.
 
@@ -37,7 +37,7 @@ GB/s with 18 links for the H100."""
 NEWER_LINKS = ("B100", "B200", "B300")
 """Parts of the names of GPUs that have NVLink of generation 5."""
 MIN_LINK_FRACTION = 0.5
-"""Fraction of the rate of the NVLinks between two GPUs that a copy between these GPUs must reach."""
+"""Lowest accepted rate of a copy between two GPUs, as a fraction of the rate of all NVLinks between them."""
 PCIE_BYTES_PER_S = 5e9
 """Lowest accepted rate of a copy without NVLink, between GPUs or between a GPU and the host: a third of PCIe 3.0 x16.
 """

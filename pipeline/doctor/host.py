@@ -35,8 +35,9 @@ MAX_CLOCK_SKEW_S = 5.0
 times of both clocks."""
 LOOPBACK_TIMEOUT_S = 10.0
 MIN_SPEEDUP = 0.25
-"""Smallest accepted rate of all threads together, as a fraction of the rate of a single thread. Even if other programs
-use the cores too, the rate seldom falls below this fraction."""
+"""Lowest accepted value of (rate of all threads together) / (rate of a single thread). An undisturbed machine is far
+above it. The limit is this low because other programs may use the cores too. Even then the value seldom falls below it.
+"""
 MAX_REPEATS = 10
 """Maximum number of times that a slow measurement is repeated."""
 

@@ -69,13 +69,14 @@ class RankResult:
     digests: list[str]
     """Two digests of the policy: after the update, and after the repeated update."""
     seconds: float
-    """Duration of the repeated step: forward passes, and updates of policy and critic."""
+    """Duration in seconds of one step: forward passes, and updates of policy and critic. The job computes the step
+    twice from the same weights, and measures the second computation."""
     state_bytes: int
     """Measured bytes of parameters, gradients, master weights and optimizer moments."""
     peak_bytes: int
-    """Peak memory during the update, in bytes. On a GPU it is counted by torch. On a CPU it is estimated: the bytes of
-    the models' state, plus the growth of the process's memory from an update with short rows only to an update with
-    long and short rows."""
+    """Peak memory during the update, in bytes. On a GPU, torch counts it. On a CPU it is estimated: the bytes of the
+    models' state, plus the growth of the process's memory between two updates. The first update has only short rows,
+    and the second has long and short rows."""
     published: Published | None
 
 
@@ -97,7 +98,7 @@ class EngineJob:
 
 @dataclass(frozen=True)
 class GeneratedRow:
-    """A generated row."""
+    """One row that an engine generated for a test: the sampled tokens, and the log-prob of each in nats."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -109,7 +110,8 @@ class EngineResult:
 
     device: str
     draws: str
-    """The engine's `Capabilities.draws`."""
+    """Repeatability of the tokens that the engine draws: keyed, seeded or free (never repeated). The meanings are those
+    of `Capabilities.draws`."""
     start_s: float
     tokens_per_s: float
     refit_s: float
@@ -121,7 +123,8 @@ class EngineResult:
     changed: list[GeneratedRow]
     """The rows under changed weights."""
     again: list[GeneratedRow]
-    """The rows under the original weights, which were loaded again after the changed ones."""
+    """The rows that the engine generated last, after it had loaded other weights and then the original weights again.
+    So these rows should equal `first`."""
 
 
 def random_batch(vocabulary: int, num_long: int, num_short: int) -> tuple[Rollout, Advantages]:

@@ -1,10 +1,10 @@
-"""Tests of a machine, run in the order in which a run would meet the faults.
+"""Tests of a machine, in the order in which the faults of the machine would stop a Stageline run.
 
     test ──► Finding (measured)         ──► the next test
          ├─► Absent  (not on this machine) ──► the next test
          └─► Fault   (cause, what to do)   ──► stop
 
-Later tests rely on what earlier tests have proven, so only the first fault is meaningful.
+Each test assumes that the earlier tests have passed, so only the first fault is meaningful.
 """
 
 from __future__ import annotations

@@ -157,12 +157,13 @@ def _reset_peak() -> int:
 def _peak_since(state: int, of_process: int) -> int:
     """Return the peak memory since `_reset_peak` was called, in bytes.
 
-    On a GPU torch's allocator counts it. On a CPU it is estimated as `state` plus the growth of the process, because
-    most of the process's memory is used by libraries.
+    On a GPU, the allocator of torch counts it. On a CPU it is estimated as `state` plus the growth of the process. Most
+    memory of the process belongs to libraries, so the whole process cannot be counted.
 
     Args:
         state: bytes of the models when the measurement began.
-        of_process: bytes of the process at that time, as `_reset_peak` returned them."""
+        of_process: bytes of the process at that time, as `_reset_peak` returned them.
+    """
     return peak_bytes() if torch.cuda.is_available() else state + max(0, peak_bytes() - of_process)
 
 

@@ -218,7 +218,8 @@ def _device_jobs(settings: DoctorSettings, dtype: Dtype) -> list[RankJob]:
 
 
 def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
-    """Return the results of the reference and of each device in float32. Several tests use these results."""
+    """Run the doctor's test update in float32 on each device, and as a reference on the CPU with plain torch kernels.
+    Return job -> result. Several tests use these results."""
     alone: list[Gang] = [(job,) for job in _device_jobs(settings, "float32")]
     reference: Gang = (_reference(settings),)
     gangs = [reference, *alone] if torch.cuda.is_available() else [alone[0] + reference]

@@ -21,6 +21,7 @@ from pipeline.graph.display import ObservedDispatch
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.observe.learning import ALARM_STEPS, check_learning
 from pipeline.observe.live import Progress
+from pipeline.observe.metric_catalogue import MIN_EXPLAINED_VARIANCE
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
@@ -57,7 +58,12 @@ class Alarms:
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the rules about steps with the metrics of a finished step. Raises AlarmStop if an alarm is listed in
         `alarms.stop`."""
-        results = check_learning(metrics, self._fixed_length, trains_only_critic=step < self._critic_warmup_steps)
+        results = check_learning(
+            metrics,
+            self._fixed_length,
+            trains_only_critic=step < self._critic_warmup_steps,
+            is_trained=step - self._staleness_bound > self._critic_warmup_steps,
+        )
         rules = evaluate_step_rules(step, metrics, self._limits, self._staleness_bound)
         rules += [Rule(one.rule, one.is_violated, one.alarm_steps, one.text) for one in results]
         self._steps_in_a_row, alarms = count_violations(self._steps_in_a_row, step, rules)
@@ -114,7 +120,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about steps, with its result for one step."""
+    """The result of an alarm rule for one step: whether the step violates the rule, and the text of the alarm."""
 
     name: str
     is_violated: bool
@@ -130,7 +136,7 @@ class WithoutProgress:
     since: Mapping[str, float] = field(default_factory=dict)
     """Name -> time at which the gang or worker was first seen without progress, in seconds of the caller's clock."""
     reported: frozenset[str] = frozenset()
-    """Names that have raised an alarm since they last made progress."""
+    """Names of the gangs or workers that have raised an alarm, and have made no progress since then."""
 
 
 def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
@@ -154,7 +160,7 @@ def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsC
     explained = metrics.get("critic/explained_variance")
     if limits.critic_steps is not None and explained is not None:
         text = f"critic/explained_variance is {explained:.3g}: the critic is worse than a constant"
-        rules.append(Rule("critic", not explained >= 0, limits.critic_steps, text))
+        rules.append(Rule("critic", not explained >= MIN_EXPLAINED_VARIANCE, limits.critic_steps, text))
     moved, ratio = metrics.get("policy/approx_kl"), metrics.get("policy/ratio_max")
     if step < FIRST_STEPS and moved is not None and ratio is not None:
         far = not (moved <= FIRST_STEPS_MAX_APPROX_KL and ratio <= FIRST_STEPS_MAX_RATIO)
@@ -193,6 +199,7 @@ def update_without_progress(
 
 
 def remove_name(before: WithoutProgress, name: str) -> WithoutProgress:
-    """Return the state after `name` made progress."""
+    """Return a state without the gang or worker `name`, because it has made progress. If it stops again, it can raise
+    another alarm."""
     since = {other: t for other, t in before.since.items() if other != name}
     return WithoutProgress(since, before.reported - {name})

@@ -152,9 +152,10 @@ def next_driver_number(run_dir: Path) -> int:
 
 
 def _read_number(count: Path) -> int:
-    """Return the number in the file `count`, or 0 if the file is missing or was cut off on a full disk. Returning 0 is
-    safe, because `next_driver_number` also looks at the newest scheduler file. If two drivers still get the same
-    number, only the names of their files are equal."""
+    """Return the number of a run's newest driver, from the file `count`. Return 0 if the file is missing, or was cut
+    off on a full disk. A wrong 0 does little harm, because `next_driver_number` also looks at the newest scheduler
+    file. In the worst case a new driver gets the number of an earlier driver, and its files get the same names.
+    `next_driver_number` has removed the earlier files by then."""
     try:
         return int(count.read_text())
     except (FileNotFoundError, ValueError):

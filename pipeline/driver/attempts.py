@@ -1,24 +1,37 @@
-"""Attempts at nodes: submit nodes with their Dask dependencies, judge the results, and run nodes again.
+"""Attempts at nodes: submit nodes with their Dask dependencies, judge results, and run nodes again.
 
-    submit ──► running ──rank 0 reported───────► done: its future is kept as a result, until `release`
-                  │ │
-                  │ └─ its worker is a suspect ──► abandoned: the node also runs elsewhere; the first commit counts
-                  ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
-                  └─── raised ──► the run ends; after a transient error (store out of reach) the node first runs again
+    submit ──► running
+                 │ ├─ rank 0 reported ──► done: its future is kept as a result, until `release`
+                 │ └─ its worker is a suspect ──► abandoned: the node also runs elsewhere;
+                 │                                the first commit counts
+                 ├─── lost with its worker, or overdue ──► waits again in Dispatch
+                 ├─── raised a transient error (store out of reach) ──► runs again
+                 └─── raised any other error ──► the run ends
+
+The run also ends if a node was lost or raised a transient error `cluster.attempts` times.
 
 A node's Dask key names its stage, step and shard (`graph_markers.task_key`). The key of a later attempt also has the
 attempt's name. Otherwise Dask would return the error of the earlier attempt, as long as any process still holds its
-future. On an ordered gang a node is one task: rank 0 passes the call on to its peers (`pipeline.workers.entry`) and
-reports when all have done their part. A rank that raises reports its error at once, by itself.
+future.
 
-A parent's future becomes a Dask dependency in two cases. Either the parent is still running, since a node of mode FREE
-(`graph.Mode`) is submitted before its parents are done. Or the parent's result lies in the process that runs the child.
-In all other cases Dask would fetch the result from another process. If that process is stopped or does not release its
-interpreter lock, Dask would wait for ever. Dask would also compute lost results again with all their ancestors. The run
-does not need Dask's dependencies: Dispatch keeps the order, and the output is in the store. In every `MAX_LINEAGE`-th
-step, results of other steps are not passed. Otherwise Dask would hold every task of the run, since it keeps all
-ancestors of a task that it keeps. If a parent raises, Dask raises the same error in a dependent child, before the child
-begins.
+On an ordered gang, whose ranks act together (`Gang.is_ordered`), a node is one task. Rank 0 passes the call on to its
+peers (`pipeline.workers.entry`), and reports when all ranks have finished. A rank that raises reports its error at
+once, by itself.
+
+A parent's future becomes a Dask dependency of its child in two cases:
+
+- The parent is still running. A node of mode FREE (`graph.Mode`) is submitted before its parents are done.
+- The parent's result lies in the process that runs the child.
+
+In all other cases Dask would have to fetch the result from another process. If that process is stopped or does not
+release its interpreter lock, Dask would wait for ever. If the result is lost, Dask would compute it again with all its
+ancestors. The run needs no dependencies in Dask: Dispatch keeps the order, and the output is in the store.
+
+Dask keeps all ancestors of a task that it keeps. So dependencies between steps would make Dask hold every task of the
+run. To prevent this, a node in every `MAX_LINEAGE`-th step depends only on results of its own step, or on parents that
+are still running.
+
+If a parent raises, Dask raises the same error in a dependent child, before the child begins.
 """
 
 from __future__ import annotations
@@ -58,8 +71,9 @@ from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
 
 MAX_LINEAGE = 8
-"""Steps between two cuts of the chain of tasks that Dask remembers: in a step that is a multiple of this number, no
-result of another step becomes a dependency."""
+"""Number of steps after which the chain of tasks in Dask is cut. In a step whose number is a multiple of MAX_LINEAGE,
+results of other steps do not become dependencies. Without these cuts Dask would hold every task of the run, because it
+keeps all ancestors of a task that it keeps."""
 _WITHOUT_RESULT = ("error", "cancelled", "lost")
 
 
@@ -179,6 +193,7 @@ class Attempts:
             sequence=submit.sequence,
             ledger=self._context.settings.ledger_url,
             peers=tuple(self._supervision.address((submit.gang, rank)) for rank in range(1, num_ranks)),
+            is_first=not submit.attempt,
         )
         pin = pin_resource if submit.mode is Mode.FREE else slot_resource
         return self._context.client.submit(
@@ -267,8 +282,12 @@ class Attempts:
                 self._context.dispatch.release_slot(address)
 
     def check_deadlines(self) -> None:
-        """Check the three times of every attempt. At `retry_at` the node is submitted again. At `fails_at` the errors
-        of an attempt that are still unclear are handled. An attempt that is past its deadline is handled as overdue.
+        """Find the attempts for which one of three times has come, and handle them:
+
+        - `retry_at`: the attempt had a transient error. The node is submitted again.
+        - `fails_at`: some ranks raised errors that the death of another rank may have caused. No death was reported
+          until this time, so the errors now count as the stage's own.
+        - The attempt's deadline: the attempt is overdue.
 
         Raises:
             StageFailed: the stage itself failed, or a worker was lost too often.
@@ -356,9 +375,14 @@ class Attempts:
             self._reset_nodes(self._context.dispatch.reset_lost([address]))
 
     def _handle_stage_error(self, attempt: Attempt) -> None:
-        """Run a node again after a transient error of its stage. On a replica or a single rank, the node runs again
-        after a back-off. With several ranks the gang is first built again, since its other ranks may be in a
-        collective. Raise StageFailed for any other error, for a spent budget, and after `cluster.attempts` attempts."""
+        """Handle an attempt in which the stage itself raised an error. After a transient error the node runs again. If
+        it ran on a replica or a single rank, it runs again after a back-off. If it ran on several ranks, the gang is
+        first built again, because the other ranks may be in a collective.
+
+        Raises:
+            StageFailed: the error is not transient, or the node has had `cluster.attempts` attempts, or a judge has
+                used up its budget of requests or costs.
+        """
         node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
         spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
         if spent is not None:
@@ -375,8 +399,10 @@ class Attempts:
         self._context.journal.append_now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
 
     def _on_abandoned_end(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
-        """Handle the end of an abandoned attempt. With an outcome the node is done, whichever attempt committed first.
-        The attempt's worker is alive, and gets work again once it has no abandoned attempts left."""
+        """Handle the end of an abandoned attempt: it was overdue, so its node was given to another worker too. With an
+        outcome the node is done, unless the other attempt was done first. Without an outcome the other attempt goes on.
+        The overdue worker is alive, and gets work again once all its abandoned attempts have ended. `outcome`: the
+        attempt's report; None if it ended with an error."""
         node, abandoned = attempt.submit.node, self._abandoned[worker]
         del abandoned[node.address]
         if not abandoned:
@@ -389,8 +415,9 @@ class Attempts:
             attempt.future.release()
 
     def _reset_nodes(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
-        """Forget the attempts at these nodes and release their futures. Attempts on the worker `abandon_on` are kept
-        aside with their futures, since their outcomes still count."""
+        """Remove the attempts at these nodes and release their futures, so that the nodes can be submitted again. Only
+        an attempt on the worker `abandon_on` keeps its future and is remembered as abandoned. It goes on beside the new
+        attempt, and the first of the two that commits counts."""
         for address in addresses:
             attempt = self._attempts.pop(address)
             if attempt.worker == abandon_on:
@@ -399,9 +426,10 @@ class Attempts:
                 attempt.future.release()
 
     def _deadline_of(self, attempt: Attempt) -> float:
-        """Return the time at which an attempt is overdue. A node in a slot begins when it is submitted. Other nodes
-        queue behind earlier ones on the same worker, so their time counts from the worker's last progress. The time is
-        infinite until all parents are done, and while the attempt waits for its next try."""
+        """Return the time at which an attempt is overdue: `cluster.deadline_s` after its time begins to count. A node
+        in mode SLOT (`graph.Mode`) begins when it is submitted, and its time counts from then. Other nodes queue behind
+        earlier ones on the same worker, so their time counts from the worker's last progress. The result is infinite
+        until all parents are done, and while the attempt waits for its next try."""
         if attempt.retry_at < math.inf or (attempt.ready_at is None and not self._parents_done(attempt.submit.node)):
             return math.inf
         if attempt.ready_at is None:

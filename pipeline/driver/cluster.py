@@ -98,8 +98,8 @@ def kill_workers(client: Client, addresses: Iterable[str]) -> None:
 
 
 async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
-    """Do the work of `kill_workers`. This runs in the scheduler, so that its list of workers cannot change between the
-    look-up and the message."""
+    """Do the work of `kill_workers` inside the scheduler's process. There the list of workers cannot change between
+    finding the addresses that are still in it and sending them the kill message."""
     here = [address for address in addresses if address in dask_scheduler.workers]
     message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
     with suppress(TimeoutError):

@@ -1,4 +1,10 @@
-"""Settings, events and objects that the executor shares with its parts and with its owner."""
+"""Objects that several modules of the driver share. The executor is the component of the driver that runs the graph on
+Dask.
+
+    ExecutorSettings    the settings of a run that the executor needs
+    ExecutorEvents      callbacks: a node is done, a worker is built, a second has passed
+    Context             Dask client, gangs, journal and clock, for the modules of the executor
+"""
 
 from __future__ import annotations
 
@@ -80,7 +86,7 @@ class Context:
     """Function that returns the seconds of the driver's clock. The clock stops while the driver is suspended."""
     watch_future: Callable[[Future, WorkerKey, Address | None], None]
     """Function that makes the executor's loop notice the end of a future. It takes the future, its worker, and the
-    node's address (None: the future is the worker's build)."""
+    address of the graph's node that the future runs. The address is None if the future builds the worker."""
 
     @property
     def cluster(self) -> ClusterConfig:

@@ -65,7 +65,7 @@ class _Page(_Handler):
 
 
 class _Log(_Handler):
-    """Sends the end of a log in the run's directory."""
+    """Answers a request for a log file of the run: sends the last part of the file to the browser."""
 
     def initialize(self, directory: Path) -> None:
         self._directory = directory
@@ -75,7 +75,7 @@ class _Log(_Handler):
         self.set_header("Content-Type", "text/plain; charset=utf-8")
 
     def get(self, name: str) -> None:
-        """Send a log's end as plain text, or 404 if the run has no log of this name."""
+        """Send the last 64 KiB of a log file as plain text. Send 404 if the run has no log of this name."""
         text = read_log_end(self._directory, name)
         if text is None:
             raise web.HTTPError(404)
@@ -116,9 +116,11 @@ def _add_page(scheduler: Scheduler, view: RunView, logs: Path) -> None:
 # ---- Our versions of Dask's pages ------------------------------------------------------------------------
 
 _ORDERS = 12
-"""Number of positions in the column of a step. A node's position is the second number of its `graph.Node.priority`."""
+"""Number of horizontal positions for nodes in the column that the page draws for one step. A node's position is the
+second number of its `graph.Node.priority`."""
 _SHIFT = 0.07
-"""Shift of every second position to the right, in steps, so that no edge crosses the nodes between its ends."""
+"""Distance by which nodes at odd positions in the column of a step are moved to the right, so that edges do not cross
+other nodes. The unit is the distance between two steps."""
 _SPREAD = 0.7
 """Fraction of a row's height over which the shards of a stage are spread."""
 
@@ -144,13 +146,14 @@ class StepLayout(GraphLayout):
                 self.new_edges.append((parent.key, key))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **more: Any) -> None:
-        """Handle a marker's change of state. Ignore tasks that are not markers."""
+        """Handle a state change of a marker (a Dask task that only shows the state of a node). Ignore other tasks."""
         if key in self.index:
             super().transition(key, start, finish, *args, **more)
 
 
 class StepGraph(TaskGraph):
-    """Owns one view of the graph: Dask's drawing, with our positions."""
+    """One browser's view of Dask's dashboard page /graph. It is Dask's own drawing of tasks, with positions from
+    `StepLayout`: a column for each step of the run, and a row for each stage."""
 
     layout: GraphLayout
 
@@ -166,7 +169,8 @@ class StepGraph(TaskGraph):
 
 
 class OrderedGroups(TaskGroupGraph):
-    """Owns one view of the groups: Dask's drawing, in an order that the dependencies allow."""
+    """One browser's view of Dask's dashboard page /groups. It is Dask's own drawing of task groups, in another order:
+    each group is to the right of all groups that it depends on."""
 
     def update_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return two mappings: group -> its position, and group -> the arrows that end at it. A group is one column to

@@ -58,15 +58,15 @@ from storage import codec
 from storage.address import Address
 
 _MAX_CHECK_INTERVAL_S = 5.0
-"""Maximum number of seconds by which the driver's clock advances between two notices. So if the driver is suspended, at
-most this much of the suspension counts against deadlines."""
+"""Maximum number of seconds by which the driver's clock advances in one iteration of its loop. If the driver is
+suspended for longer, the rest of this time does not count against deadlines."""
 _PROCESSES = "all"
 """Topic on which Dask's scheduler reports the end of processes."""
 
 
 @dataclass(frozen=True)
 class _FutureEnded:
-    """The end of a future. `address` is None for a worker's build."""
+    """The end of a Dask future. `address`: the node that the future ran, or None if the future built a worker."""
 
     future: Future
     worker: WorkerKey
@@ -75,7 +75,7 @@ class _FutureEnded:
 
 @dataclass(frozen=True)
 class _ProcessEnded:
-    """The end of a worker process, by its Dask address."""
+    """The notice that the worker process at the Dask address `process` has ended."""
 
     process: str
 
@@ -84,7 +84,9 @@ _Notice = _FutureEnded | _ProcessEnded | JoinRefused | Report
 
 
 class Executor:
-    """Owns the futures of a run from `start` to `close`. The parts of the executor hold these futures."""
+    """Runs on Dask workers the nodes that `Dispatch` hands out, and handles the workers' reports. The components
+    `Supervision` and `Attempts` hold the Dask futures: one per build of a worker, and one per attempt at a node. The
+    method `close` releases all of them."""
 
     def __init__(
         self,
@@ -186,8 +188,8 @@ class Executor:
         self._weights.order_release(version)
 
     def close(self) -> None:
-        """Release all futures, and make other hosts remove their copies of weights. A running stage ends with its
-        process."""
+        """Release all Dask futures, and make the workers on other hosts remove their copies of weights. Running stages
+        are not interrupted. They stop when their worker processes end."""
         if not self._started:
             return
         self._weights.remove_boards()
@@ -205,7 +207,8 @@ class Executor:
     # ---- Notices ---------------------------------------------------------------------------------------------------
 
     def _next_notice(self) -> _Notice | None:
-        """Return the next notice, or None if there is none before the next deadline check. Advance the clock."""
+        """Return the next notice, or None if there is none before the next deadline check. Advance the field `_now` by
+        the seconds since the last call, up to a limit."""
         try:
             notice = self._notices.get(timeout=self._max_wait_s)
         except queue.Empty:

@@ -27,7 +27,8 @@ from pipeline.graph.graph import GraphSpec
 from storage.address import Address
 
 MAX_MARKERS = 2000
-"""Maximum number of markers. More would make Dask's page slow. A window with more nodes gets no markers."""
+"""Maximum number of marker tasks on Dask's dashboard. With more, the dashboard's page would be slow. If the open steps
+alone have more nodes than this, no markers are shown at all."""
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
     NodeState.READY: "queued",
@@ -40,7 +41,8 @@ _STIMULUS = "stageline-markers"
 
 @dataclass(frozen=True)
 class Marker:
-    """The marker that a node should have: its state, the nodes it depends on, and its priority."""
+    """The content that a node's marker should have: its state, the nodes it depends on, and its priority. A marker is a
+    Dask task that is never computed. It only shows a node's state on Dask's dashboard."""
 
     state: str
     """Dask's name of the state."""
@@ -49,10 +51,18 @@ class Marker:
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Return node address -> wanted marker, parents before children. The nodes are those of the window (`statuses`) and
-    of the `staleness` + 1 steps before it, because the window's generation depends on the publications of these steps.
-    The oldest steps are left out if there would be more than `MAX_MARKERS` markers. Empty if the window alone has more
-    than `MAX_MARKERS` nodes. `admitted`: the first step after the window."""
+    """Return node address -> the marker that this node should have on Dask's dashboard, parents before children. These
+    nodes have markers:
+    - the nodes in `statuses`, which are those of the open steps
+    - the nodes of finished steps between open steps
+    - the nodes of the `spec.staleness` + 1 steps before the oldest open step, because generation in the open steps
+      depends on the weights that these steps published
+
+    If there would be more than `MAX_MARKERS` markers, the oldest finished steps are left out. The result is empty if
+    `statuses` has no nodes, or more than `MAX_MARKERS`.
+
+    `admitted`: number of steps that have been opened so far, finished steps included.
+    """
     if not statuses or len(statuses) > MAX_MARKERS:
         return {}
     shown = add_finished_steps(spec, statuses, admitted, spec.staleness + 1, MAX_MARKERS)
@@ -68,11 +78,15 @@ def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int
 
 
 class GraphMarkers(SchedulerPlugin):
-    """Owns the markers in a scheduler of this process. Dask calls `transition`; the run calls the other methods.
+    """Owns the marker tasks in a Dask scheduler that runs in this process. A marker is a task that is never computed.
+    It shows the state of one node of the run's graph on Dask's dashboard. Dask calls the method `transition`, and the
+    driver calls the method `replace_markers`.
 
-    Markers outside the window are removed here. Dask would remove a task only when nothing depends on it, so a chain of
-    tasks over the whole run would stay. Dask also keeps the dependencies of a group on removed groups, and then its
-    page of groups fails. These dependencies are removed here too."""
+    Markers that are no longer wanted are removed here, because Dask would keep them. It keeps a task as long as other
+    tasks depend on it, and each step depends on the step before. Dask also keeps a removed task group among the
+    dependencies of other groups. Its dashboard page of groups would then fail, so the method `transition` removes these
+    entries.
+    """
 
     name = "stageline-markers"
 

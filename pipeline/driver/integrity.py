@@ -55,13 +55,15 @@ class Repairs:
     warnings: tuple[str, ...] = ()
     """Texts about records that were set aside, and about lost outputs."""
     expected_digests: Mapping[Address, str] = field(default_factory=dict)
-    """Address of a lost output -> digest of the content that committed outputs were made from. A lost output is left
-    out if no committed output was made from it, or if it is in `unneeded_outputs`."""
+    """Address of an output whose commit is lost -> digest of its content. The output must be computed again with the
+    same content. The digest comes from the commit of a later output, which records the digests of its inputs. There is
+    no entry if no commit has the lost output among its inputs, or if the lost output is in `unneeded_outputs`."""
     sampled_versions: Mapping[Address, int] = field(default_factory=dict)
     """Address of a shard of rollouts in `expected_digests` -> version of the weights that sampled it. Empty under
     `rollout.versions: exact`, where the graph fixes this version."""
     unneeded_outputs: frozenset[Address] = frozenset()
-    """Lost outputs that no node needs any more. They count as done."""
+    """Addresses of outputs that have no commit, cannot be computed again, and are needed by no node. The driver treats
+    their nodes as done."""
 
 
 _NONE: Mapping[Address, str] = MappingProxyType({})
@@ -87,11 +89,16 @@ def repair_store(history: History, stored: RunStorage, damaged: Mapping[Address,
     before workers start. `damaged`: result of an earlier call of `quarantine_damaged_commits`.
 
     Raises:
-        StoreError: in one of three cases. (1) A record has another format. (2) A committed output was made from an
-            input whose content differs from the content that is committed now. (3) `rollout.versions` is not `exact`, a
-            committed output was made from a shard of rollouts whose commit is lost, and the shard's tokens do not name
-            exactly one allowed version. In cases 2 and 3 nothing has changed, except that damaged records are set aside
-            and finished segments are closed.
+        StoreError: in one of three cases:
+            (1) A record has a format that this version of Stageline does not read, or the table of contents of a
+                segment is damaged.
+            (2) A committed output was made from an input whose content has changed since.
+            (3) The commit of a shard of rollouts is lost, and a committed output was made from the shard. So it must be
+                sampled again, but it is not known with which version of the weights: its stored tokens are missing, or
+                several versions sampled them. This case cannot occur under `rollout.versions: exact`.
+
+            In cases 2 and 3 damaged records are already set aside, and finished segments of the ledger are closed.
+            Nothing else has changed.
     """
     ledger = history.ledger
     aside = {**damaged, **quarantine_damaged_commits(ledger, stored)}
@@ -133,9 +140,14 @@ def _consequence_text(address: Address, lost: Collection[Address]) -> str:
 
 
 def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
-    """Return the version of the weights that sampled a shard whose commit is lost. It is read from the shard's stored
-    tokens. The shard will be sampled again with this version, and compared with the content that later outputs were
-    made from. Raises StoreError if no tokens are stored, or if they name no allowed version, or several."""
+    """Return the version of the weights that sampled a shard of rollouts whose commit is lost. It is read from the
+    shard's stored array `token_versions`, which has the version that sampled each token. Versions that may not generate
+    the shard's step (`generation_versions`) are ignored. The shard will be sampled again with the returned version. The
+    new content must be equal to the content that later outputs were made from.
+
+    Raises StoreError if the array is not stored, or if it contains none or several of the versions that may generate
+    the step.
+    """
     allowed, stored = (
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
@@ -194,8 +206,9 @@ def clean_up_after(history: History) -> Iterator[None]:
 
 
 class UnreadVersions:
-    """Owns the versions that still have to be removed from memory. No open node reads them, but a reader still holds a
-    lease on them (`storage.weights`)."""
+    """Owns the set of versions of the weights that wait to be removed from shared memory. No node of the graph needs
+    these versions any more. A process may still hold a lease on them (`storage.weights`), and they are removed when
+    this lease ends."""
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board
@@ -207,7 +220,8 @@ class UnreadVersions:
         self.release_unleased()
 
     def release_unleased(self) -> None:
-        """Release the versions whose leases are gone. Call it after a release or a process's death."""
+        """Remove each waiting version on which no process holds a lease any more. Call it after the death of a worker
+        process, because this ends the leases of the process."""
         self._leased_versions = {
             version for version in sorted(self._leased_versions) if not self._board.release(version)
         }
@@ -233,8 +247,16 @@ _FROM_WEIGHTS = ("publish", "evaluate")
 def unneeded_outputs(
     history: History, checkpoints: Checkpoints, committed: Collection[Address], from_step: int = 0
 ) -> frozenset[Address]:
-    """Return the nodes of `from_step` and later that are not `committed`, cannot be made again, and are not needed.
-    Raises StoreError if it is not known which rollouts were deleted."""
+    """Return the addresses of outputs that are not `committed`, and that the run can do without. They cannot be
+    computed again, because their inputs were deleted (`storage.keep.rollouts`). No node needs them, since recoveries
+    begin at a later checkpoint. The result is empty if no rollouts were deleted.
+
+    Args:
+        from_step: first step to look at.
+
+    Raises:
+        StoreError: it is not known which rollouts were deleted.
+    """
     before = history.store.dropped_before()
     if not before:
         return frozenset()
@@ -293,9 +315,10 @@ class Rewind:
     commits: tuple[Address, ...]
     """Commits to move, children before parents."""
     directories: tuple[Path, ...]
-    """Checkpoints and exports of later versions."""
+    """Directories to move: the checkpoints and exports of versions newer than `version`."""
     copies: tuple[str, ...]
-    """Object store keys of the files of later checkpoints and exports."""
+    """Keys to move in the object store: the uploaded files of all checkpoints and exports of versions newer than
+    `version`. Empty without an object store."""
     archive: str
     """Key of the archive: its path below the run's directory, and below the run's place in the object store."""
 
@@ -352,9 +375,9 @@ def execute_rewind(rewind: Rewind, history: History, stored: RunStorage) -> None
 
 
 def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
-    """Return address of a shard of rollouts -> newest version of the weights that sampled the shard. The version is
-    None if the commit of the rollouts themselves is lost or damaged. Shards without any committed output are left
-    out."""
+    """Return address of a shard of rollouts -> newest version of the weights that sampled the shard. A shard is in the
+    result if its rollouts, or any output computed from this shard alone (scores, log-probs, values), are in
+    `committed`. The version is None if the commit of the rollouts is lost or damaged."""
     newest: dict[Address, int | None] = {}
     for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
         try:

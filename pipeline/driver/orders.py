@@ -61,8 +61,8 @@ def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
 
 
 class WeightOrders:
-    """Sends the orders about weights on other hosts. Owns the data for these orders: the publisher's host, and the
-    versions that no open node reads."""
+    """Sends orders to workers about published weights: copy a version to another host, load it, or remove it. Owns the
+    data for these orders: the publisher's host, and the versions that no open node reads."""
 
     def __init__(self, context: Context, supervision: Supervision) -> None:
         self._client = context.client
@@ -81,14 +81,17 @@ class WeightOrders:
         order_fetch(self._client, self._with_other_boards(self._supervision.addresses()), version)
 
     def order_load(self, version: int) -> None:
-        """Order all replicas to load a version for the rows that they have in flight. All of these rows may use it,
-        because version i + 1 is not trained before all rows of step i are finished."""
+        """Order all replicas to load a published version of the weights, and to go on with it in the rows that they are
+        sampling. Each of these rows may use the new version v. A row of step i may use versions up to i, and version v
+        is published only after all rows of step v - 1 are finished. So all rows in flight belong to step v or a later
+        step."""
         addresses = self._supervision.addresses()
         names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)
 
     def order_release(self, version: int) -> None:
-        """Order workers to remove a version from the boards that the driver does not see."""
+        """Order workers to remove a version of the weights from their directories of published weights
+        (`storage.weights`). This concerns only the directories that the driver does not manage itself."""
         self._unread.add(version)
         order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), [version])
 
@@ -99,14 +102,23 @@ class WeightOrders:
             order_release(self._client, self._with_unseen_boards(self._supervision.addresses()), self._unread)
 
     def remove_boards(self) -> None:
-        """Remove the boards that the driver does not see, also the boards of workers that are still being built."""
+        """Order workers to remove their directories of published weights (`storage.weights`). This concerns only the
+        directories that the driver does not manage itself. Workers that are still being built get the order too."""
         if self._boards:
             addresses = {name: address for address, name in workers_by_address(self._client).items()}
             remove_boards(self._client, self._with_unseen_boards(addresses))
 
     def _with_unseen_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the addresses of the workers whose boards the driver does not see. `addresses`: worker name -> its
-        address."""
+        """Return the Dask addresses of the workers whose directory of published weights is not managed by the driver
+        (`storage.weights`).
+
+        - Without attached workers, the driver manages one directory: the publisher's, on the driver's host. The result
+          has the replicas that use another directory (`_with_other_boards`).
+        - With attached workers, the driver manages no directory. The result has the publisher and all generating
+          replicas.
+
+        `addresses`: worker name -> its Dask address. Workers that are missing there are left out.
+        """
         elsewhere = self._with_other_boards(addresses)
         if not self._all_unseen:
             return elsewhere
@@ -114,8 +126,12 @@ class WeightOrders:
         return list(dict.fromkeys([*readers, *([] if publisher is None else [publisher])]))
 
     def _with_other_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the addresses of the workers that read weights from another board than the publisher's: on another
-        host or in another directory. `addresses`: worker name -> its address."""
+        """Return the Dask addresses of the generating replicas that do not read weights from the publisher's own
+        directory (`storage.weights`). Such a replica runs on another host, or its gang has another directory. Empty if
+        the run publishes no weights.
+
+        `addresses`: worker name -> its Dask address. Workers that are missing there are left out.
+        """
         if not self._boards:
             return []
         publisher = addresses.get(worker_name(self._publisher, 0))
@@ -139,8 +155,8 @@ class MigrationOrders:
         self._migration_planner = MigrationPlanner(context.gangs[self._pool].concurrent_shards)
 
     def order_migrations(self) -> None:
-        """Order the migrations that the planner proposes because all work then ends sooner. Do nothing unless
-        `cluster.migrate_rows` is set."""
+        """Order replicas to send rows to other replicas, so that all rows are finished sooner. The planner decides
+        which rows move (`MigrationPlanner`). Do nothing unless `cluster.migrate_rows` is set."""
         dispatch, pool = self._context.dispatch, self._pool
         if not self._context.cluster.migrate_rows:
             return

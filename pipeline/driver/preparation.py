@@ -1,15 +1,18 @@
 """Prepare a run's directory before its workers start: identity, files that workers read, repairs of stored data.
 
-    plan the rewind (--from-checkpoint) ──► make the identity, or compare it ──► write identity, config, prompts
-        ──► archive what the rewind moves ──► set damaged records aside, move committed files into place
+    plan the rewind (--from-checkpoint) ──► make the identity, or compare it
+        ──► write identity, config, prompts ──► archive what the rewind moves
+        ──► set damaged records aside, move committed files into place
 
-`prepare` does all of it, in this order. The identity is compared at each resume, and with each worker:
+The function `prepare` does all of this, in this order. The identity describes what a run is computed with: config,
+model files, prompts and software. It also has the numerics of each gang: facts on which the exact bits of a worker's
+results depend, such as the processor. The identity is compared when the run resumes and when a worker is built:
 
     start    ──► config, model files, prompts, software ──► identity.json
     resume   ──► unchanged? ──no, in a way that is not allowed──► refused, naming the difference
                      │ yes, or in an allowed way
                      └► the changes are written and reported
-    a worker is built ──► compare its numerics with the numerics that earlier workers of its gang had
+    a worker is built ──► compare the worker's numerics with the first numerics of its gang
                           (first worker of a gang ever: compare its software with the driver's)
 
 A node may run on any worker of its gang, so all workers of a gang must compute the same bits. Different gangs may run
@@ -54,7 +57,7 @@ from pipeline.driver.retention import check_evaluations
 from pipeline.errors import ConfigError
 from pipeline.observe.history import History
 from pipeline.observe.journal import EventKind, Journal
-from pipeline.observe.live import NO_CAPABILITIES, UNPROVEN_PREFIX
+from pipeline.observe.live import NOTHING_UNPROVEN, UNPROVEN_PREFIX
 from pipeline.workers.messages import worker_name
 from stages.engines.capabilities import Device
 from stages.models.hf_files import Tokenizer, file_digests
@@ -71,7 +74,8 @@ FROM_CHECKPOINT = "`stageline resume RUN --from-checkpoint`"
 
 @dataclass(frozen=True)
 class IdentityCheck:
-    """The identity of a run that starts or resumes, with notes for the user."""
+    """The result of making or comparing a run's identity, with notes for the user. The identity describes what the run
+    is computed with: config, model files, prompts, software, and the numerics of each gang."""
 
     identity: Identity
     changed: tuple[str, ...] = ()
@@ -80,7 +84,8 @@ class IdentityCheck:
 
 
 def new_identity(config: RunConfig, prompts: PromptTable) -> IdentityCheck:
-    """Return the identity of a run that starts. Writes nothing."""
+    """Return the identity of a run that starts: its config, software, and digests of model files and prompts. Writes
+    nothing."""
     first = Statement(time.time(), "started", config_sections(config), config_hash(config), software())
     return IdentityCheck(Identity(_model_files(config), prompts.digest(), (first,)))
 
@@ -161,8 +166,8 @@ def _replaced_identity(config: RunConfig, prompts: PromptTable, ledger: Ledger) 
 
 
 class NumericsWatch:
-    """Owns the identity of a run while it runs, and records each gang's numerics in it. Numerics are the facts that the
-    last bits of a worker's results depend on."""
+    """Owns a run's identity while the workers run, and adds the numerics of each gang to identity.json. Numerics are
+    the facts on which the exact bits of a worker's results depend, such as the processor."""
 
     def __init__(
         self,
@@ -183,9 +188,12 @@ class NumericsWatch:
         self._journal = journal
 
     def on_worker_built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """Check and record a new worker's numerics, if no earlier worker of its gang had the same. They are compared
-        with the numerics that the gang had first. If the gang had none, the worker's software is compared with the
-        driver's. Under `cluster.same_numerics: warn` a difference is only reported.
+        """Check a new worker's numerics, and add them to the identity. Do neither if the same numerics are recorded for
+        its gang already. The numerics must be equal to those that were recorded first for the gang. If none are
+        recorded yet, the worker must have the same versions of software as the driver. Under `cluster.same_numerics:
+        warn` a difference is only reported. A worker without numerics is ignored.
+
+        Also report the capabilities of the engine if the worker is in the generating gang.
 
         Raises:
             ConfigError: the numerics or the software differ, and `cluster.same_numerics` is `refuse`.
@@ -221,14 +229,20 @@ class NumericsWatch:
         if line in self._engines:
             return
         self._engines.add(line)
-        unproven = "; ".join(missing) or NO_CAPABILITIES
+        unproven = "; ".join(missing) or NOTHING_UNPROVEN
         self._journal.append_now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}{UNPROVEN_PREFIX}{unproven}")
         self._tags({"engine": line, "not_proven": unproven})
 
 
 def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return name -> (config key of the path, path) of each model and rubric file. The name is the model's role, the
-    config key of a reward model's arguments, or the config key of a rubric file."""
+    """Return name -> (config key of the path, path) for each model and each rubric file. The name depends
+    on the kind of file:
+    - policy, reference and critic: the name is the role
+    - model of a reward: the name is the config key of the reward's arguments
+    - rubric file: the name is the config key of the path
+
+    A reference or critic without a path of its own has the policy's config key and path.
+    """
     model = config.model
     paths = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
@@ -243,8 +257,9 @@ def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return name -> digests of a model's or rubric's files (file name -> digest; `rubric` for a rubric). The names are
-    those of `_model_paths`. A path that several names share is read once."""
+    """Return name -> digests of the files of each model and each rubric. The names are those that the function
+    `_model_paths` returns. The digests are a mapping: file name -> digest. For a rubric the only key of this mapping is
+    the word `rubric`. If several names share a path, its files are read once."""
     by_path: dict[str, dict[str, str]] = {
         file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
     }
@@ -255,7 +270,8 @@ def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _refusal_text(differences: list[str]) -> str:
-    """Return a text with the differences, and the ways to continue."""
+    """Return the end of the error message for a refused resume or worker. It lists the `differences` of software or
+    numerics, and the ways in which the user can continue the run."""
     return (
         f"{_join_texts(differences)}. Go back to that; or set {KEY}=warn, with which updates that run again may "
         f"differ; or have what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"

@@ -230,8 +230,11 @@ def conclude_despite_error(
 
 @contextmanager
 def report_second_error(error: BaseException, screen: Screen, action: str) -> Iterator[None]:
-    """Catch an exception of the block. Print it as a warning, and add it as a note to `error`, which is being raised.
-    `action`: beginning of both texts, which says what could not be done."""
+    """A context manager for clean-up while the exception `error` is already being raised. If the block raises an
+    Exception too, this second exception is suppressed. It is printed as a warning, and added as a note to `error`.
+
+    `action`: beginning of the warning and of the note. It says what could not be done.
+    """
     try:
         yield
     except Exception as again:
@@ -285,7 +288,8 @@ def draw_plots(config: RunConfig, history: History) -> list[Path]:
 
 
 def result_paths(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
-    """Return label -> path of a result of a finished run, or a text that tells how to open or export the result."""
+    """Return label -> place of a result of a finished run. The place is a path, or a text that tells how to open or
+    export the result."""
     paths = RunPaths(config.run_dir)
     paths_by_label: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.report:
@@ -362,9 +366,10 @@ def variant_source(config: RunConfig) -> VariantSource:
 
 
 def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
-    """Return one text for each property that parts of a comparison depend on. If two runs differ in a property, these
-    parts are left out. The texts contain settings, and digests of the models' files from the identity. Without an
-    identity, the paths of policy, reference and tokenizer replace the digests."""
+    """Return the facts that decide which numbers of two runs can be compared (`Sameness`). Each fact is a text. If two
+    runs differ in a fact, the numbers that depend on it are not compared. The texts contain settings, and digests of
+    the models' files from the identity. Without an identity, the paths of policy, reference and tokenizer replace the
+    digests."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
     flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})

@@ -1,19 +1,24 @@
-"""Free storage during a run: delete what `storage.keep` does not keep, and compact the ledger of finished steps.
+"""Free storage during a run: delete what `storage.keep` does not keep, and compact the ledger.
+
+A step is finished when all its nodes are done. The window is the steps that are in progress. A segment is one file with
+the commit records of 16 steps.
 
     rollouts: 0 ········ 29 │ 30 ·············· 44 │ 45 46 47
               arrays gone   │ kept: a recovery may │ in the window
                             │ train on them again  └─ finished_until
-                            └─ `first_step_to_keep`: no recovery begins at a checkpoint of an older version, and at
-                               least `storage.keep.rollouts` finished steps are kept
+                            └─ `first_step_to_keep`: no recovery trains again on rollouts of earlier
+                               steps, and at least `storage.keep.rollouts` finished steps are kept
 
-    ledger:   0 ···· 15 │ 16 ···· 31 │ 32 ··· 44 45 46 47
-                closed  │    open    │  over ─┘   └─ in the window
-                        └─ closed (moved into a segment) when the steps up to 31 + margin are over
+    ledger:   0 ···· 15 │ 16 ···· 31 │ 32 ···· 44 │ 45 46 47
+                closed  │    open    │  finished  │ in the window
+                        └─ closed (moved into a segment) when the steps up to 31 + n are finished,
+                           where n is the result of `_steps_before_closing`
 
 Exports: the last version is exported, and every n-th version with `export.every` = n. The newest `storage.keep.exports`
-exports stay. Under `storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt
-later. An export that was made only for this reason is deleted again, unless its version is the best. The export of the
-best version so far always stays.
+exports stay. The export of the best version so far always stays.
+
+If `storage.keep.rollouts` is set, every evaluated version is exported too, because its weights could not be computed
+again later. An export that was made only for this reason is deleted again, unless its version is the best.
 
 Deletions run in a thread of `Retention`. Segments are closed in the driver's thread.
 """
@@ -49,10 +54,16 @@ def first_step_to_keep(spec: GraphSpec, keep: int, finished_until: int, saved: C
     """Return the first step whose rollouts must stay. Rollouts are needed after the loss of a trainer, after damage to
     a checkpoint, when a version is published again, and for `resume --from-checkpoint`.
 
-    The oldest version that unfinished nodes read is `finished_until - spec.staleness`. To make this version again, a
-    recovery begins at a checkpoint that is not newer. This checkpoint may be damaged, so the rollouts after the
-    checkpoint before it must stay too. Without such a checkpoint all rollouts stay. Two windows of finished steps stay
-    in any case, as in the ledger (`_steps_before_closing`), because an outdated attempt may still be reading them.
+    The result is the smallest of three steps, but at least 0:
+    - `finished_until - keep`
+    - `finished_until` minus twice the number of steps in flight (`window_size`), because an outdated attempt may still
+      be reading the rollouts of these steps
+    - the version of the second-newest usable checkpoint, or of the only one; 0 if there is none
+
+    A recovery may have to make version `finished_until - spec.staleness` again, the oldest version that unfinished
+    nodes read. It begins at a checkpoint of this version or an older one, and trains on the steps in between. So a
+    checkpoint is usable if it is in `saved` and not newer than this version. The recovery takes the newest usable
+    checkpoint, or the one before if the newest is damaged.
 
     Args:
         keep: `storage.keep.rollouts`: minimum number of finished steps to keep.
@@ -70,8 +81,9 @@ class Retention:
     neither rollouts nor exports."""
 
     def __init__(self, config: RunConfig, history: History, warn: Callable[[str], None]) -> None:
-        """`warn`: called with the text of a deletion's error, once for each text, in the thread that calls the methods.
-        The run continues without the deletion."""
+        """`warn`: function that takes the text of an error. It is called if data could not be deleted, once for each
+        different text, in the thread that calls the public methods of this class. The run continues, and the data
+        stays."""
         keep = self._keep = config.storage.keep
         self._history = history
         self._warn = warn
@@ -189,9 +201,12 @@ def is_complete(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] =
 
 
 def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address]) -> None:
-    """Close all segments that are finished when `unneeded` nodes count as done. (Damaged records of these nodes have
-    opened the segments again.) Do nothing if `unneeded` is empty. Must be called before workers start: then the run
-    begins after these segments, as it would without the damage."""
+    """Close the finished segments of the ledger that damaged records have opened again. `unneeded`: addresses of lost
+    outputs that the run can do without (`integrity.unneeded_outputs`). Their nodes count as done. Do nothing if
+    `unneeded` is empty.
+
+    Call it before workers start. The run then begins after these segments, as if no record had been damaged.
+    """
     if not unneeded:
         return
     while True:
@@ -206,10 +221,13 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
 
 
 def _steps_before_closing(spec: GraphSpec) -> int:
-    """Return how many of the steps that follow a segment must be finished before the segment is closed.
-
-    By then, late attempts at the segment's nodes are long outdated, and their results do not count. A resumed run finds
-    all versions of the weights that it may still need among the open steps."""
+    """Return how many of the steps that follow a segment must be finished before the segment is closed. There are two
+    reasons to wait:
+    - A late attempt at a node of the segment may still end. After this many steps it is outdated, and its result does
+      not count.
+    - A resumed run runs no nodes of closed segments. It may have to publish some versions of the weights again, so the
+      steps that publish these versions must not be in a closed segment.
+    """
     return 2 * window_size(spec)
 
 
@@ -218,7 +236,8 @@ class LedgerCompactor:
     segment yet."""
 
     def __init__(self, spec: GraphSpec, ledger: Ledger, unneeded: Collection[Address] = frozenset()) -> None:
-        """`unneeded`: nodes that count as done, and have no record."""
+        """`unneeded`: nodes whose outputs were lost and are not needed any more. They count as done, although the
+        ledger has no record of them."""
         self._ledger = ledger
         self._unneeded = unneeded
         self._steps_before_closing = _steps_before_closing(spec)
@@ -234,8 +253,11 @@ class LedgerCompactor:
         return self._next_over
 
     def on_step_finished(self, step: int, addresses: Iterable[Address]) -> None:
-        """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: addresses
-        of the step's nodes. A publication's or an evaluation's address may have the number of a later step."""
+        """Record that all nodes of a step are done, and close the segments that can be closed.
+
+        `addresses`: addresses of the step's nodes. The address of a publication or an evaluation may have the number of
+        the next step. Its record then belongs to the segment of that next step.
+        """
         for address in addresses:
             if address.step >= self.first_step and address not in self._unneeded:
                 self._addresses[first_step(address.step)].append(address)

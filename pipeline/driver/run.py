@@ -112,8 +112,9 @@ def run(
     Args:
         from_checkpoint: with `resume`, first archive what was committed after the newest checkpoint, and compute it
             again.
-        immediate_signals: signals that end the run with TerminatedEarly, for a job that is started again. If any are
-            given, no summary is made after such a signal or if workers are missing.
+        immediate_signals: signals that end this call at once with TerminatedEarly. Pass them in a job that will be
+            started again and then continues the run. If any are passed, no summary is written after such a signal or
+            after WorkersMissing.
         json_lines: show progress as lines of JSON, for a program that reads them.
         callbacks: called with (step, metrics) when a step's updates and publication are committed, and with (version,
             metrics) when a version's evaluation is complete.
@@ -121,7 +122,8 @@ def run(
     Raises:
         ConfigError: the config cannot work, and nothing was started. Or a worker was refused because of its numerics or
             its host, and the run cannot go on without this worker.
-        StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
+        StageFailed: a stage raised, workers were lost too often or did not start in time (WorkersMissing), or stored
+            data was found damaged.
         StoreError: the stored data is inconsistent; nothing was started.
         AppendFailed: the journal or the tracking spool could not be written.
         StoreRefused: the file system refuses access to the stored data.
@@ -185,7 +187,8 @@ class Run:
 
 @dataclass(frozen=True)
 class StartedRun:
-    """The parts of a run whose workers are started."""
+    """The objects that exist while the workers of a run exist: the cluster, the journal, the progress display and
+    others. The field `run` has the objects that exist before and after that too."""
 
     run: Run
     board: WeightBoard | None
@@ -213,8 +216,12 @@ def _freeze_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _detach_if_continued(run: Run) -> Iterator[None]:
-    """Leave tracking open if another job continues the run. Turn a StoreError into StoredWrongly, since a StoreError
-    during the run means that stored data is damaged. Leave StoreRefused as it is."""
+    """Return a context for the work of a run. It passes every error on, but acts on two kinds first:
+
+    - If another job continues the run after the error, tracking is left open for that job.
+    - A StoreError becomes a StoredWrongly, because during the run it means that stored data is damaged. A StoreRefused
+      stays as it is.
+    """
     try:
         yield
     except run.continuing_errors as error:
@@ -403,8 +410,9 @@ class _Driver(ExecutorEvents):
         self._flow.on_node_done(node)
 
     def on_worker_replaced(self) -> None:
-        """Clean up after a dead worker process, now that its replacement is up. Release the versions of the weights
-        that the dead process still held. Move the files that the dead process had committed into place."""
+        """Clean up after the death of a worker process. Call it when the replacement process is built. Remove the
+        versions of the weights that wait only for the dead process's lease. Move the files of its committed outputs
+        into place, if the process died before it moved them."""
         if self._unread_versions is not None:
             self._unread_versions.release_unleased()
         self._history.store.recover(discard=False)
@@ -412,12 +420,13 @@ class _Driver(ExecutorEvents):
     # ---- Reports and releases ------------------------------------------------------------------------------------
 
     def _report_step(self, step: int) -> None:
-        """Report a step's metrics, once, when its updates and its publication are committed."""
-        if step in self._tracked_steps:
+        """Report a step's metrics, once, when its updates and its publication are committed. Do nothing for step -1,
+        whose publication is that of version 0."""
+        if step < 0 or step in self._tracked_steps:
+            return
+        if not all(map(self._dispatch.is_done, self._history.step_ends(step))):
             return
         known = {address: o.ref for address, o in self._outcomes.items() if o.ref is not None}
-        if not self._history.is_step_finished(step, known):
-            return
         self._tracked_steps.add(step)
         metrics = self._history.read_step_metrics(step, [self._start_s], known)
         lines, lost = self._started.node_events.losses.step_finished(step, metrics)
@@ -444,9 +453,13 @@ class _Driver(ExecutorEvents):
             callback(step, dict(metrics))
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Report how far engine and trainer differ at a version, with an alarm if they differ too much. Without an
-        alarm, metrics of a step that is not reported yet are left to `_report_step`: MLflow's pages list metrics in the
-        order in which they were logged first."""
+        """Report how far engine and trainer differ at a version. If they differ too much, write an alarm to the journal
+        and to the screen.
+
+        Normally the method `_report_step` logs the `metrics` later, together with the other metrics of step `version`,
+        because MLflow lists metrics in the order in which they were first logged. They are logged here if there is an
+        alarm, if the metrics of that step are already logged, or if the run has no such step.
+        """
         text = canary_alarm_text(version, metrics)
         if text is not None or version in self._tracked_steps or version == self._config.steps:
             self._tracker.log_metrics(version, metrics)

@@ -85,12 +85,17 @@ def handle_signals(immediate_signals: Collection[signal.Signals] = ()) -> Iterat
 
 @contextmanager
 def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard | None]:
-    """Yield the board of published weights of the policy's gang, whose rank 0 runs on the driver's host. Yield None if
-    workers are attached, since all boards are then on the workers' hosts.
+    """Yield the directory in shared memory in which the policy's gang publishes its weights. Rank 0 of this gang
+    publishes them, and runs on the driver's host. Yield None if workers are attached, because all such directories are
+    then on the workers' hosts.
 
-    First remove weights that this run did not publish: a killed run whose directory was removed leaves its weights in
-    memory under the same name. Also remove boards of dead runs (`pipeline/workers/attached.py`). At the end remove this
-    run's boards on this host. Workers remove the boards on other hosts."""
+    Before the block, remove leftovers:
+    - weights that this run did not publish. A killed run of the same name leaves its weights in memory, even if its run
+      directory was deleted.
+    - directories of dead runs (`pipeline/workers/attached.py`)
+
+    After the block, remove this run's directories on this host. Workers remove the directories on other hosts.
+    """
     if config.cluster.kind == "attached":
         yield None
         return

@@ -1,22 +1,28 @@
-"""Supervise the worker processes (builds, losses, suspects, deadlines), and classify the errors of attempts.
+"""Supervise the worker processes (builds, losses, suspects, deadlines), and classify the errors of attempts. A build
+makes a worker process ready: it loads the models or the engine.
 
     awaited ──its process joins──► building
 
                   built              overdue, and others can do its work
     building ───────────────► up ─────────────────────────────────────────► suspect (gets no work)
-     ▲ │ raised, too late,     │ ▲                                            │ │ another deadline
-     │ │ or other numerics     │ └────────── all its old attempts ended ──────┘ │
+     ▲ │ its build failed      │ ▲                                            │ │ another deadline
+     │ │                       │ └────────── all its old attempts ended ──────┘ │
      │ ▼                       ▼ died; or overdue, and no other can do it       ▼
     left out, or the       lost: killed, and built again ◄──────────────────────┘
     run ends
 
-A restart unit is lost as a whole: one replica, or all ranks of an ordered gang, since no rank can go on without the
-others. A worker whose heartbeats stop while it is built is lost.
+A build fails for one of three reasons: it raises an error, it does not end in time, or the worker's numerics differ
+from those of its gang. Numerics are the facts on which the exact bits of its results depend, such as the processor. A
+worker whose heartbeats stop during its build is lost.
 
-A unit is given up if it cannot be built, or is lost `cluster.attempts` times without finishing a node. This ends the
+A restart unit is lost as a whole. It is one replica, or all ranks of an ordered gang, since no rank can go on without
+the others.
+
+A unit is given up if its build fails, or if it is lost `cluster.attempts` times without finishing a node. This ends the
 run, with one exception: a replica is left out if another replica of its pool is up or still being built. The pool goes
-on without this replica. If the replica was left out because it was not built in time, the driver builds it again as
-soon as its process joins. Otherwise the driver tries again after every `cluster.start_timeout_s`.
+on without this replica. Its process is killed, and the driver builds the replica again later. If the replica did not
+join or was not built in time, it is built again as soon as a new process joins in its place. Otherwise it is built
+again after `cluster.start_timeout_s`.
 """
 
 from __future__ import annotations
@@ -65,10 +71,12 @@ LOSS_ERRORS = (
     NoWorkerError,
     NoValidWorkerError,
 )
-"""Errors of a future whose own process, or a peer's process, was lost. The stage is not to blame."""
+"""Classes of errors which mean that a worker process was lost. It is the process that computed the future, or the
+process of another rank of the same gang. The stage itself did not fail, so its node runs again."""
 _MAX_BACK_OFF_S = 60.0
 PEER_GRACE_S = 5.0
-"""Seconds to wait for news of a peer's death, before one of `PEER_ERRORS` counts as the process's own error."""
+"""Seconds to wait after a rank raised one of `PEER_ERRORS`. The cause may be the death of another rank's process. If no
+such death is reported within this time, the error counts as the rank's own."""
 
 
 class RankError(Exception):
@@ -83,7 +91,8 @@ class RankError(Exception):
 
 
 class PeerLossSuspected(RankError, RuntimeError):
-    """An error that a rank would also raise if a peer had died."""
+    """An error whose cause is not known yet, raised by a rank other than 0. The rank itself may have failed, or the
+    process of another rank may have died."""
 
 
 class AttemptState(StrEnum):
@@ -116,7 +125,12 @@ def future_error(future: Future) -> BaseException:
 
 
 def rank_error(failure: RankFailure) -> BaseException:
-    """Return the exception that stands for a rank's reported failure. `attempt_state` decides by its class."""
+    """Return an exception for the failure that a rank other than 0 reported. The class of the exception
+    says what happened:
+    - WorkerLost or RanksMissing: a process was lost
+    - PeerLossSuspected: the rank failed, or the process of another rank died
+    - RankError: the rank itself failed
+    """
     match failure.kind:
         case FailureKind.LOST:
             return WorkerLost(failure.worker, failure.incarnation)
@@ -166,8 +180,9 @@ Python's lock can delay heartbeats."""
 
 
 class HeartbeatWatch:
-    """Owns the time at which each process's last heartbeat was first seen. Heartbeats are times of the scheduler's
-    clock and are only compared with each other; `now` is a time of the driver's clock."""
+    """Measures for how long each process has sent no heartbeat. Keeps each process's last heartbeat, and the driver's
+    time at which this heartbeat was first seen. The time in a heartbeat comes from the scheduler's clock, so it is only
+    compared with other heartbeats of the process."""
 
     def __init__(self) -> None:
         self._last_heartbeats: dict[str, tuple[float, float]] = {}
@@ -194,8 +209,8 @@ def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
 
 _ANSWER_S = 10.0
 _FIRST = 1
-"""Dask priority of a build. Only the node `publish[0]` has a higher priority, and it is submitted only to a gang that
-is built."""
+"""Dask priority of the tasks that build a worker. It is higher than the priority of every node except `publish[0]`.
+That node delays no build, because it is submitted only when the workers of its gang are built."""
 
 
 @dataclass
@@ -206,17 +221,19 @@ class _Worker:
     build: Future | None
     """Future of the worker's build. None while the worker is left out of its pool and waits for the next try."""
     deadline: float
-    """Time of the next event. Which event depends on the worker's state:
-    - before its process has joined: the process is overdue
-    - while it is being built: the build is overdue, or its `error` counts
-    - while it waits for the next try: its next build begins
-    - while it is a suspect: it counts as lost
-    - while it is up and not a suspect: none; the time is infinite
+    """Time at which the driver must act, on the driver's clock. What it does then depends on the worker's
+    state:
+    - its process has not joined, or the worker is being built: the worker is too late and is given up
+    - its build failed with `error`: the run ends with this error
+    - it is left out of its pool: the worker is built again
+    - it is a suspect: the worker is treated as lost
+    - it is up and no suspect: nothing, and the time is infinite
     """
     has_joined: bool = False
     """True if the scheduler knows the worker's process."""
     is_left_out: bool = False
-    """True while the pool goes on without this worker: while the worker waits for the next try, and during this try."""
+    """True while the pool goes on without this replica, because the replica could not be built or was lost too often.
+    It stays True while the driver builds the replica again."""
     is_up: bool = False
     address: str | None = None
     """The worker's Dask address; None until the worker is built."""
@@ -225,7 +242,8 @@ class _Worker:
     last_progress_s: float = 0.0
     """Time at which the worker's process last finished a node; 0 if it has finished none."""
     error: BaseException | None = None
-    """Error of a build that may have failed because a peer died."""
+    """Error that this worker's build raised and whose cause is not known yet: a failure of the worker itself, or the
+    death of another rank. None if there is no such error."""
 
 
 def restart_unit(gang: Gang, index: int) -> list[WorkerKey]:
@@ -289,8 +307,8 @@ class Supervision:
         return self._workers[worker].last_progress_s
 
     def worker_of(self, error: BaseException) -> WorkerKey | None:
-        """Return the worker that an error of `LOSS_ERRORS` names. None if the error names no worker, or an earlier
-        incarnation."""
+        """Return the worker that an error of `LOSS_ERRORS` names. Return None if the error names no worker. Also return
+        None if it names an earlier process of a worker that has been restarted since."""
         for key, worker in self._workers.items():
             if worker.build is None:
                 continue
@@ -307,9 +325,9 @@ class Supervision:
         errors: Mapping[int, BaseException],
         further: Mapping[str, str] = MappingProxyType({}),
     ) -> StageFailed:
-        """Return the StageFailed that ends the run. Its text is `subject`, followed by the text of one of `errors`. If
-        possible, this error is not in `PEER_ERRORS`. `errors`: rank or index of the replica -> its error. `further`:
-        label -> further text to show."""
+        """Return the StageFailed that ends the run. Its text is `subject`, followed by the text of one of `errors`. An
+        error outside `PEER_ERRORS` is preferred, because the death of another rank cannot explain it. `errors`: rank or
+        index of the replica -> its error. `further`: label -> further text to show."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
         failed = StageFailed(
@@ -327,10 +345,11 @@ class Supervision:
                 self._build(unit, incarnation=0)
 
     def on_build_end(self, key: WorkerKey, future: Future) -> bool:
-        """Handle the end of a build. Return True if the worker is built.
+        """Handle the end of a worker's set-up, in which the worker builds its models or engine. Return True if the
+        worker is ready for nodes.
 
         Raises:
-            StageFailed: the worker cannot be built, and no other can do its work.
+            StageFailed: the worker cannot be set up, and no other can do its work.
             ConfigError: `on_built` refused the worker, and no other can do its work.
         """
         worker = self._workers[key]
@@ -387,24 +406,27 @@ class Supervision:
         self._context.journal.append_now(EventKind.WARNED, gang=refusal.gang, worker=name, detail=detail)
 
     def record_progress(self, key: WorkerKey) -> None:
-        """Record that a worker finished a node, and forget the earlier losses of its restart unit."""
+        """Record that a worker finished a node. The count of how often its restart unit was lost goes back to
+        0. The unit is one replica, or all ranks of an ordered gang."""
         self._workers[key].last_progress_s = self._context.now()
         self._losses.pop((key[0], 0) if self._context.gangs[key[0]].is_ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
-        """Make an overdue worker a suspect, whose work other workers do. It gets no work until `trust` is called. It
-        counts as lost if `trust` is not called within another `cluster.deadline_s`."""
+        """Treat an overdue worker as a suspect. Its nodes run again on other workers, and it gets no new nodes until
+        the method `trust` is called. If `trust` is not called within another `cluster.deadline_s`, the worker counts as
+        lost."""
         self._workers[key].deadline = self._context.now() + self._context.cluster.deadline_s
         self._on_down(key, True)
 
     def trust(self, key: WorkerKey) -> None:
-        """Give a suspect work again, since all its old attempts have ended."""
+        """Hand out new nodes to a suspect again. Call this when all its old attempts have ended."""
         self._workers[key].deadline = math.inf
         self._context.dispatch.on_worker_up(*key)
 
     def restart_lost(self, key: WorkerKey, reason: str) -> None:
-        """Kill the restart unit of a process that died or must die, reset the unit's nodes, and build the unit again.
-        After `cluster.attempts` losses, leave a replica out instead.
+        """Restart a worker whose process has died, or must be killed. The whole restart unit is killed and built again:
+        one replica, or all ranks of an ordered gang. The unit's nodes are reset. After `cluster.attempts` losses
+        without a finished node, a replica is left out of its pool instead.
 
         Raises:
             StageFailed: the unit was lost too often, and no other worker can do its work.
@@ -429,12 +451,17 @@ class Supervision:
         self._build(unit, worker.spec.incarnation + 1, left_out=worker.is_left_out)
 
     def check_deadlines(self) -> None:
-        """Give up workers that have not joined or are not built in time. Treat overdue suspects as lost. Build left-out
-        workers again when their deadline is over.
+        """Act on the workers whose deadline has passed:
+        - A worker that has not joined, or is not built in time, is given up: its pool goes on without it, or the run
+          ends.
+        - A suspect is treated as lost.
+        - A replica that was left out of its pool is built again.
+
+        Also check which processes have joined, and whose heartbeats have stopped during a build.
 
         Raises:
-            StageFailed: a worker is given up, and no other can do its work. Or a build failed with an error that a
-                peer's death could explain, and no peer died.
+            StageFailed: a worker is given up, and no other can do its work. Or a build failed with an error that the
+                death of another rank could explain, and no such death was reported.
         """
         self._check_joined_processes()
         for key, worker in list(self._workers.items()):
@@ -450,7 +477,8 @@ class Supervision:
                 self.restart_lost(key, "it was a suspect, and did not finish its old attempts within another deadline")
 
     def close(self) -> None:
-        """Release the builds. Does not end processes: their owner does."""
+        """Release the Dask futures of all builds of workers. The worker processes go on. The cluster that started them
+        ends them."""
         for worker in self._workers.values():
             if worker.build is not None:
                 worker.build.release()
@@ -504,7 +532,7 @@ class Supervision:
             self._workers[key] = _Worker(worker.spec, None, self._context.now() + again_s, is_left_out=True)
 
     def _kill(self, lost: Sequence[_Worker]) -> None:
-        """Release these workers' builds and kill their processes."""
+        """Release the Dask futures of these workers' builds, and kill the workers' processes."""
         for one in lost:
             if one.build is not None:
                 one.build.release()
@@ -514,8 +542,9 @@ class Supervision:
         kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
 
     def _build(self, unit: Sequence[WorkerKey], incarnation: int, *, left_out: bool = False) -> None:
-        """Submit the builds of a restart unit. The builds run as soon as the unit's processes have joined. In a gang of
-        several ranks, rank 0 first opens the rendezvous."""
+        """Submit the Dask tasks that build the workers of a restart unit: one replica, or all ranks of an ordered gang.
+        A task runs as soon as its worker's process has joined. In a gang of several ranks, rank 0 first opens the
+        rendezvous. `left_out`: True if the pool goes on without this replica until it is built."""
         gang = self._context.gangs[unit[0][0]]
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
         rendezvous = [self._submit("rendezvous", open_rendezvous, specs[0])] if len(unit) > 1 else []

@@ -167,11 +167,12 @@ def _number(measured: float | None) -> float:
 
 
 class SystemMetrics:
-    """Tracks samples of the workers' CPU, memory and GPU, as Dask measured them, and of the driver's CPU and memory.
-    Owns the time of the next sample.
+    """Logs samples of the workers' CPU, memory and GPU use, and of the driver's CPU and memory use, to the tracker.
+    Decides when the next sample is due.
 
-    A sample only reads the scheduler's memory, so it costs little and covers all hosts. Child processes of a worker (an
-    engine in its own environment) are not included. GPU values need pynvml; they were tested with made-up numbers only.
+    A sample costs little and covers all hosts, because it asks no worker. Dask's workers measure these values
+    themselves and send them to the scheduler, which runs in this process. Child processes of a worker (an engine in its
+    own environment) are not included. GPU values need pynvml; they were tested with made-up numbers only.
     """
 
     def __init__(

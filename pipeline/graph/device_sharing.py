@@ -55,13 +55,13 @@ class DeviceSharing:
         return gang in self._group_of
 
     def holder(self, gang: str) -> str | None:
-        """Return the gang that now holds the shared devices of `gang`. Return None if `gang` may use its devices now,
-        or if no gang holds them yet."""
+        """Return the gang that holds the shared devices for which `gang` must wait. It is `gang` itself while it hands
+        them over. Return None if `gang` may use its devices now, or if no gang holds them yet."""
         return None if self.may_use_devices(gang) else self._group_of[gang].holder
 
     def assign_free_devices(self, first_ready: Callable[[str], Node | None]) -> None:
-        """Give the devices of each group that no gang holds yet to the gang of the group with the most urgent ready
-        node. Do nothing for a group without a ready node."""
+        """Assign the shared devices that no gang holds yet. If such devices belong to a group of gangs, they go to the
+        gang of this group that has the most urgent ready node. They stay free if no node of the group is ready."""
         for group in self._groups:
             if group.holder is None:
                 group.holder = _most_urgent(group.gangs, first_ready)

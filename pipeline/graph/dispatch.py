@@ -3,9 +3,8 @@
 A node gets a worker in one of three ways:
 - **ordered**: on a gang whose ranks act together. Nodes wait in order of priority once their parents are done. The
   driver numbers the nodes as it hands them out, and every rank executes them in the order of these numbers. A gang of
-  several ranks gets one node at a time. If it got two, the nodes could reach the ranks in different orders, since each
-  node waits for its own inputs, and then their collectives would interleave. A gang of one rank gets two nodes at a
-  time, which hides the round trip. It gets only one if a child of the first node is more urgent than the second node.
+  several ranks gets one node at a time, and a gang of one rank gets two (`Gang.max_submitted_nodes`), which hides the
+  round trips to driver and store. It gets only one if a child of the first node is more urgent than the second node.
 - **slot**: on one replica of a pool, when the replica has a free slot. So a slow replica gets fewer shards than a fast
   replica. Dask's own placement would give both the same number.
 - **free**: on the least loaded replica of a pool, as soon as the node's parents of the same step are submitted. So Dask
@@ -28,17 +27,17 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from pipeline.graph.device_sharing import DeviceSharing, Handover
 from pipeline.graph.graph import STAGE_ROLES, Gang, Mode, Node
 from storage.address import Address
 
 
-@dataclass(frozen=True)
-class Submit:
+class Submit(NamedTuple):
     """An instruction: run this node on that worker."""
 
     node: Node
@@ -48,7 +47,7 @@ class Submit:
     attempt: int
     """Number of earlier attempts."""
     replica: int = 0
-    """Replica that runs a SLOT or FREE node."""
+    """Index of the replica that runs the node. 0 in mode ORDERED, in which all ranks of a gang run it."""
     sequence: int | None = None
     """Number of an ORDERED node in the gang's order; None for SLOT and FREE nodes."""
 
@@ -85,7 +84,8 @@ class NodeEntry:
     in_heap: bool = False
     """True while this entry is in the heap of `place.ready`."""
     followers: list[NodeEntry] = field(default_factory=list)
-    """Admitted FREE nodes of the same step that depend on this node. They may be submitted before this node is done."""
+    """Nodes in mode FREE (`Mode`) that depend on this node and belong to the same step. They may be submitted before
+    this node is done, because Dask itself makes them wait for it."""
     children: list[NodeEntry] = field(default_factory=list)
     """All other admitted nodes that depend on this node. They wait until this node is done."""
 
@@ -95,19 +95,23 @@ class _GangState:
     gang: Gang
     is_up: bool = False
     next_sequence: int = 0
-    submitted: set[Address] = field(default_factory=set)
+    submitted: set[NodeEntry] = field(default_factory=set)
     """Nodes of an ordered gang that are handed out and not finished."""
     free_slots: dict[int, int] = field(default_factory=dict)
     """Usable replica of a pool -> number of shards that it can still take."""
     loads: dict[int, int] = field(default_factory=dict)
-    """Usable replica of a pool -> number of FREE nodes that are handed out to it."""
+    """Index of each usable replica of a pool -> number of nodes in mode FREE (`Mode`) that are submitted to this
+    replica and not done."""
     without_slot: set[Address] = field(default_factory=set)
-    """Nodes of a pool that only wait for rows which other replicas finish for them."""
+    """Nodes of a pool that are submitted, but have given up their slots. All their unfinished rows have migrated to
+    other replicas, and the nodes only wait for these rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class GangMode:
-    """The gang and the mode in which the nodes of a stage run."""
+    """The gang that runs the nodes of a stage (`state`), and the way in which the gang takes them: ordered, slot or
+    free (`mode`).
+    """
 
     state: _GangState
     mode: Mode
@@ -156,18 +160,19 @@ class Dispatch:
         for node in nodes:
             state = _DONE if finished and node.address in finished else _WAITING
             entry = entries[node.address] = NodeEntry(node, self._places[node.address.stage], state)
-            is_free, step = entry.place.mode is _FREE, node.scheduled_step
+            is_free, step = entry.place.mode is _FREE, node.priority[0]
             for address in node.parents:
                 parent = entries.get(address)
                 if parent is None:
                     continue
-                if is_free and parent.node.scheduled_step == step:
+                if is_free and parent.node.priority[0] == step:
                     parent.followers.append(entry)
                     entry.num_unfinished_parents += parent.state is _WAITING
                 else:
                     parent.children.append(entry)
                     entry.num_unfinished_parents += parent.state is not _DONE
-            self._update_ready(entry)
+            if not entry.num_unfinished_parents:
+                self._update_ready(entry)
 
     def on_published(self, version: int) -> None:
         """Record that a version of the weights is published."""
@@ -194,7 +199,7 @@ class Dispatch:
         state = self._gangs[gang]
         if state.gang.is_ordered:
             state.is_up = False
-            return self.reset_lost(sorted(state.submitted))
+            return self.reset_lost(sorted(entry.node.address for entry in state.submitted))
         state.free_slots.pop(worker, None)
         state.loads.pop(worker, None)
         state.is_up = bool(state.free_slots)
@@ -265,7 +270,7 @@ class Dispatch:
                 if not place.ready.changed:
                     continue
                 place.ready.changed = False
-                while (entry := place.ready.first()) is not None and self._has_capacity(place.state, place.mode):
+                while self._has_capacity(place.state, place.mode) and (entry := place.ready.first()) is not None:
                     if place.mode is _ORDERED and self._would_delay_child(entry.node, place.state):
                         break
                     submits.append(self._hand_out(entry))
@@ -288,8 +293,9 @@ class Dispatch:
         return frozenset(self._gangs[gang].free_slots)
 
     def versions_waiting_for_slot(self, gang: str) -> Counter[int]:
-        """Return version of the weights -> number of nodes that need it and wait only for a slot of this pool. Canaries
-        do not count: they have few rows, so other rows may still move to another replica while a canary waits."""
+        """Return version of the weights -> number of nodes that need it and wait only for a free slot in the pool
+        `gang`. Rows of such a version should stay on their replicas, since these nodes will add more rows of the
+        version. Canary nodes are not counted, because they add only a few rows."""
         waiting = self._ready[gang, _SLOT].nodes()
         return Counter(self._version_to_use(node) for node in waiting if node.stage != "canary")
 
@@ -302,7 +308,8 @@ class Dispatch:
         return self._gangs[gang].is_up and not self._is_busy(gang)
 
     def busy_replicas(self, gang: str) -> frozenset[int]:
-        """Return the usable replicas of a pool that have a shard in a slot. Empty for an ordered gang."""
+        """Return the usable replicas of a pool that work on at least one node in mode SLOT (`Mode`). Empty for an
+        ordered gang (`Gang.is_ordered`), which has no replicas."""
         state = self._gangs[gang]
         return frozenset(replica for replica, free in state.free_slots.items() if free < state.gang.concurrent_shards)
 
@@ -311,7 +318,7 @@ class Dispatch:
         return self._entries[address].times_lost
 
     def is_done(self, address: Address) -> bool:
-        """Return True if a node is done or retired."""
+        """Return True if a node is done. Nodes of finished steps are no longer stored here, and count as done."""
         return address not in self._entries or self._entries[address].state is _DONE
 
     # ---- Internals -----------------------------------------------------------------------------------------------
@@ -330,11 +337,12 @@ class Dispatch:
             entry.is_ready = False
         if entry.followers and (before is _WAITING) != (state is _WAITING):
             self._add_unfinished_parents(entry.followers, 1 if state is _WAITING else -1)
-        if state is _DONE:
+        if state is _DONE and entry.children:
             self._add_unfinished_parents(entry.children, -1)
 
     def _add_unfinished_parents(self, children: Iterable[NodeEntry], change: int) -> None:
-        """Add `change` to the number of parents that each of `children` waits for. Update which of them are ready."""
+        """Add `change` to the number of unfinished parents of each node in `children`. Also update whether each of
+        these nodes is ready."""
         for child in children:
             before = child.num_unfinished_parents
             child.num_unfinished_parents += change
@@ -369,18 +377,20 @@ class Dispatch:
         if not state.is_up or (self._shares_devices and not self._device_sharing.may_use_devices(state.gang.name)):
             return False
         if mode is _ORDERED:
-            return len(state.submitted) < (1 if state.gang.workers > 1 else 2)
+            return len(state.submitted) < state.gang.max_submitted_nodes
         return mode is _FREE or any(state.free_slots.values())
 
     def _would_delay_child(self, node: Node, state: _GangState) -> bool:
-        """Return True if a child of submitted nodes waits only for submitted nodes of this gang, will run on this gang,
-        and is more urgent than `node`. If `node` were handed out now, it would run before that child. For example, the
-        critic's update would delay the policy's publication, and so the next generation."""
+        """Return True if `node` would delay a more urgent node by being handed out now. The more urgent node runs on
+        the same gang, and waits only for nodes that the gang already has. If `node` is handed out now, it runs before
+        the more urgent node. For example, the critic's update would run before the policy's publication, and so delay
+        the next generation."""
         for parent in state.submitted:
-            for entry in self._entries[parent].children:
+            for entry in parent.children:
                 if entry.state is not _WAITING or entry.place.state is not state:
                     continue
-                if entry.node < node and all(p in state.submitted or self.is_done(p) for p in entry.node.parents):
+                parents = map(self._entries.get, entry.node.parents)  # None if it is retired
+                if entry.node < node and all(p is None or p.state is _DONE or p in state.submitted for p in parents):
                     return True
         return False
 
@@ -391,15 +401,15 @@ class Dispatch:
         if mode is _ORDERED:
             sequence = state.next_sequence
             state.next_sequence += 1
-            state.submitted.add(node.address)
+            state.submitted.add(entry)
         elif mode is _SLOT:
-            replica = max(state.free_slots, key=lambda r: (state.free_slots[r], -r))
+            replica = _first_with(max(state.free_slots.values()), state.free_slots)
             state.free_slots[replica] -= 1
         else:
-            replica = min(state.loads, key=lambda r: (state.loads[r], r))
+            replica = _first_with(min(state.loads.values()), state.loads)
             state.loads[replica] += 1
         if node.newest_version is not None:
-            node = replace(node, version=self._version_to_use(node))
+            node = node._replace(version=self._version_to_use(node))
         entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
         entry.holds_capacity = True
@@ -407,7 +417,8 @@ class Dispatch:
         return entry.submit
 
     def _version_to_use(self, node: Node) -> int:
-        """Return the version that a node would be handed out with now."""
+        """Return the version of the weights that a node would use if it were handed out now. If it may use several
+        versions, the result is the newest of them that can be read."""
         if node.newest_version is None:
             return node.version
         allowed = [version for version in self._readable if node.version <= version <= node.newest_version]
@@ -426,11 +437,16 @@ class Dispatch:
         entry.holds_capacity = False
         entry.place.ready.changed = True
         if submit.mode is _ORDERED:
-            state.submitted.discard(entry.node.address)
+            state.submitted.discard(entry)
         elif submit.mode is _SLOT and submit.replica in state.free_slots:
             state.free_slots[submit.replica] += 1
         elif submit.mode is _FREE and submit.replica in state.loads:
             state.loads[submit.replica] -= 1
+
+
+def _first_with(number: int, numbers: Mapping[int, int]) -> int:
+    """Return the first replica that has this number. `numbers`: replica -> its number."""
+    return min([replica for replica, own in numbers.items() if own == number])
 
 
 class ReadyNodes:

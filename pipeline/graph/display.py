@@ -35,7 +35,8 @@ from storage.address import Address
 
 
 class WorkerQueues:
-    """Owns the queue of every worker. A worker is named by its gang and its replica (rank 0 in an ordered gang)."""
+    """Owns the queue of every worker. A worker of a pool is named by (gang, replica). An ordered gang, whose ranks act
+    together (`Gang.is_ordered`), has one queue, named (gang, 0)."""
 
     def __init__(self) -> None:
         self._workers: dict[Address, tuple[str, int]] = {}
@@ -80,7 +81,8 @@ class WorkerQueues:
                     self._enter(self._nodes[child])
 
     def remove_lost(self, address: Address) -> None:
-        """Remove a node from its worker."""
+        """Take a node off its worker's queue, because its attempt was lost or is over. The worker then begins its next
+        queued nodes. Do nothing if the node is on no worker."""
         worker = self._workers.pop(address, None)
         if worker is None:
             return
@@ -152,7 +154,8 @@ class NodeStatus:
     node: Node
     state: NodeState
     worker: tuple[str, int] | None = None
-    """Gang and replica (rank 0 in an ordered gang) that the node was handed to."""
+    """Gang and index of the replica that the node was handed to. The index is 0 in an ordered gang, whose ranks act
+    together (`Gang.is_ordered`). None if the node is not handed out."""
     num_losses: int = 0
     """Number of times that the node was lost with its worker."""
 
@@ -204,10 +207,11 @@ class Wait:
     running_nodes: tuple[Address, ...]
     """Running nodes that `node` waits for, directly or through other nodes."""
     ready_nodes: tuple[Address, ...]
-    """Nodes that `node` waits for, directly or through other nodes, and that wait only for a worker. Only `node`
-    itself, if it waits for nothing but a worker."""
+    """Nodes that hold `node` back, directly or through other nodes, and that themselves wait only for a worker. If
+    `node` itself waits only for a worker, the tuple contains just `node`."""
     devices_of: str | None = None
-    """Gang that holds the shared devices that the idle gang waits for; None if it waits for no other gang's devices."""
+    """Name of another gang, which now holds the devices that it shares with the idle gang. None if the idle gang may
+    use its devices, or if no gang holds them yet."""
 
     def __str__(self) -> str:
         if self.devices_of is not None and self.ready_nodes == (self.node,):
@@ -227,10 +231,10 @@ def find_waits(
     """Return name of an idle gang -> what this gang waits for. A gang is idle if it has nodes left and runs none.
 
     Args:
-        unfinished: every node that is not done. Any other parent counts as done.
+        unfinished: every node that is not done. A parent that is missing here counts as done.
         running: addresses of the nodes that run.
-        nodes_before: takes the address of a node, and returns the nodes that the node's worker runs while the node is
-            queued there.
+        nodes_before: function that takes the address of a node. If the node is queued on a worker, the function returns
+            the nodes that this worker runs now. Otherwise it returns none.
     """
     parents = {
         address: [p for p in node.parents if p in unfinished] or [*nodes_before(address)]

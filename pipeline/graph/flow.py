@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from pipeline.graph.dispatch import Dispatch
@@ -42,15 +41,15 @@ class Flow:
         on_step: Callable[[int, list[Node]], None],
         on_unread: Callable[[int], None],
     ) -> None:
-        """Start an empty window.
+        """Start without open steps. The method `advance` opens the first steps.
 
         Args:
-            first_step: every earlier step is over and all its nodes are committed.
+            first_step: first step to open. All nodes of earlier steps are done and committed.
             committed: addresses of the outputs, from `first_step` on, that an earlier driver of this run committed.
             published: versions whose weights are readable now.
-            sampled_versions: shard's address -> version that sampled it. The mapping has the shards that have no commit
-                although outputs that were computed from them are committed. Each of these shards must be sampled with
-                the same version again.
+            sampled_versions: address of a shard of rollouts -> version of the weights that sampled it. These shards
+                have lost their commits, and committed outputs were computed from them. Each of these shards must be
+                sampled again with the same version.
             on_step: called with a step and its nodes when every node of the step is done.
             on_unread: called with a version when all its readers are done.
         """
@@ -77,7 +76,8 @@ class Flow:
         """Newest version that had been published when this driver started."""
 
     def advance(self) -> None:
-        """Admit every step that the window reaches."""
+        """Open every step up to the end of the window, and admit its nodes to the dispatch. The window is the eta + 2
+        steps (`window_size`) after the last policy update, where eta is the staleness bound."""
         while self._next < min(self._spec.steps, self._updated + window_size(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
             done: list[Node] = []
@@ -99,20 +99,22 @@ class Flow:
 
     def on_node_done(self, node: Node) -> None:
         """Record that a node has its commit."""
-        if node.stage == "publish":
+        stage = node.address.stage
+        if stage == "publish":
             self._published.add(node.version)
         self._update_window(node)
-        if node.stage == "update_policy":  # nothing else moves the window
+        if stage == "update_policy":  # nothing else moves the window
             self.advance()
 
     def _update_window(self, node: Node) -> None:
-        """Update the window after a node's commit: the readers of weights, the trained steps and the finished steps.
-        This method admits no steps. `advance` does that in a loop, because a resumed run may find thousands of
-        committed steps."""
+        """Record a node's commit in the state of the window: the readers of weights, the number of trained steps, and
+        the open steps. A step whose nodes are all done leaves the open steps, and is reported with `on_step`. No step
+        is opened here. The method `advance` does that in a loop, because a resumed run may find thousands of committed
+        steps."""
         step = step_of_node(node)
         if self._reopened:
             self._reopened.discard(node.address)
-        stage = node.stage
+        stage = node.address.stage
         if stage == "update_policy":
             self._updated = max(self._updated, node.address.step + 1)
         elif stage == "generate":
@@ -138,7 +140,7 @@ class Flow:
 
     @property
     def num_admitted_steps(self) -> int:
-        """Number of steps that the window has reached."""
+        """Number of steps that have been opened so far, finished steps included."""
         return self._next
 
     @property
@@ -152,8 +154,9 @@ class Flow:
         return self._updated
 
     def _remove_reader(self, version: int, reader: Address) -> None:
-        """Record that a possible reader of a version has its commit. Release the version if it has no other reader
-        left."""
+        """Record that the node `reader`, which may have read this version of the weights, has committed its output.
+        Release the version if all its readers have now committed. A version whose step was finished before this driver
+        started is released at once, because its readers are not counted."""
         self._readers.get(version, set()).discard(reader)
         if max(version - 1, 0) < self._first:  # the step that published the version is over
             self._on_unread(version)
@@ -161,8 +164,9 @@ class Flow:
             self._release_if_unread(version)
 
     def _release_if_unread(self, version: int) -> None:
-        """Release a version if it is published and all its readers are done. Under `latest` the readers may be done
-        before the publication."""
+        """Release a version of the weights if it is published, and all nodes that might read it (`weight_readers`) are
+        done. If `rollout.versions` is not `exact`, these nodes may have used other versions instead. So they may be
+        done before this version is published."""
         if self._readers.get(version, True) or version in self._awaited:
             return
         del self._readers[version]
@@ -171,17 +175,21 @@ class Flow:
         self._on_unread(version)
 
     def _adapt_to_resume(self, node: Node) -> Node:
-        """Return the node as a resumed run needs it. A node is changed only if it is a shard that has no commit and
-        that several versions may sample. If `sampled_versions` has the shard, the shard must come out as before: it
-        waits for the version given there and is sampled with it. Any other shard waits for the version that
-        `resumed_generation_version` returns."""
+        """Return the node with the parents and the version that it needs in a resumed run. Only one kind of node is
+        changed: a shard of rollouts without a commit that may use several versions of the weights.
+        There are two cases:
+        - The argument `sampled_versions` of `__init__` has the shard. It must be sampled again with the version given
+          there, so that its content is the same as before. It waits for this version.
+        - Otherwise the shard waits for the version that the function `resumed_generation_version` returns.
+        """
         if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:
             version = self._made_with[node.address]
-            return replace(node, parents=(Address("publish", version),), version=version, newest_version=version)
+            return node._replace(parents=(Address("publish", version),), version=version, newest_version=version)
         version = resumed_generation_version(self._spec, node.address.step, self._newest)
-        return replace(node, parents=(*node.parents, Address("publish", version))) if version > node.version else node
+        parents = (*node.parents, Address("publish", version))
+        return node._replace(parents=parents) if version > node.version else node
 
     def _is_committed(self, node: Node) -> bool:
         if not self._has_commit(node.address):

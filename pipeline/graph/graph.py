@@ -1,6 +1,7 @@
 """The graph of a run as plain data: the nodes of each step and their edges. No Dask, no clock, no I/O.
 
-The executor runs these nodes, `replay` runs one of them again, and `check` compares a run's directory with them.
+The executor runs these nodes. The command `replay` runs one of them again, and the command `check` compares a run's
+directory with them. Step i has these nodes, where eta is the staleness bound:
 
     step i:   weights v(i-eta) --> generate[i,s] --+--> score[i,s] ------+
                                    (shard s)       +--> reference[i,s] --+
@@ -8,41 +9,47 @@ The executor runs these nodes, `replay` runs one of them again, and `check` comp
               update_critic[i-1] -------------------+--> value[i,s] ------+                   +--> update_critic[i]    |
                                                                                                  publish v(i+1) <----+
 
-A run without a critic (`ppo.advantage`) has no `value` and no `update_critic` nodes. A run without
-`ppo.proximal: recompute` has no `logprob` nodes.
+A run without a critic (`ppo.advantage`) has no `value` and no `update_critic` nodes. A run without `ppo.proximal:
+recompute` has no `logprob` nodes.
 
-**The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]` and on nothing newer. With
-eta = 0 this is synchronous PPO. Version v of the weights is the result of v updates. Under `rollout.versions: exact`, a
-shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and
-the shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i. Here and
-below, `latest` stands for `inflight` too, where a running shard also changes to versions that are published later.
+**The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]` and on nothing newer. With eta =
+0 this is synchronous PPO. Version v of the weights is the result of v updates. The setting `rollout.versions`
+determines which version samples a shard of `generate[i]`:
+- `exact`: the version that the edge names.
+- `latest`: the newest version that is published when `Dispatch` hands the shard out, at most version i. The edge is the
+  same.
+- `inflight`: like `latest`, but a running shard also changes to versions that are published later. In this module
+  `latest` stands for `inflight` too.
 
-Over some edges no stored output is read. `update_policy[i] <- publish[i]` only orders nodes: the trainer publishes
-version i before it trains it into i + 1. `advantage[i] <- advantage[i-1]` carries the state of the KL controller.
+Over some edges no stored output is read. The edge `update_policy[i] <- publish[i]` only orders nodes: the trainer
+publishes version i before it trains it into version i + 1. The edge `advantage[i] <- advantage[i-1]` carries the state
+of the KL controller.
 
-**Canaries** compare engine and trainer. In `canary[v]` an engine that holds version v scores a few rows of
-`generate[v, 0]`, whichever version sampled them. The result is compared with the trainer's log-probs at version v:
-`logprob[v, 0]`, or `canary_logprob[v]` in a run without logprob nodes (a forward pass over these few rows before step v
-trains). So the trainer never waits for an engine. `canary[v]` runs after the last generation that uses an older
-version, so no engine changes its weights early because of it. All later canaries also read `canary[0]`, which says how
-far engine and trainer may differ.
+**Canaries** compare engine and trainer. In `canary[v]` an engine that holds version v scores a few rows of `generate[v,
+0]`, whichever version sampled them. The result is compared with the trainer's log-probs of these rows at version v.
+They come from `logprob[v, 0]`. In a run without logprob nodes they come from `canary_logprob[v]`, a forward pass over
+these few rows before step v trains. So the trainer never waits for an engine. The node `canary[v]` runs after the last
+generation that uses an older version. So no engine has to load version v early because of it. All later canaries also
+read `canary[0]`, which says how far engine and trainer may differ.
 
-The last part of this file decides which commits stay valid if a run goes back to an older version of its weights:
+The last section of this file decides which commits stay valid if a run goes back to version v:
 
-    update_policy[v], update_critic[v] and later ──► everything that depends on them ──► computed again
+    update_policy[v], update_critic[v] and later ──► all that depends on them ──► computed again
     all other commits stay valid, also commits of rows that were generated ahead with older versions
 
-Going back to version v needs the weights of v (a checkpoint, or the start weights). It also needs a checkpoint, or the
-start weights, for every older version that a node has yet to read, because no update before v runs again.
+For this, the weights of version v must be in a checkpoint. Some nodes may still have to read weights older than v, for
+example a shard of step v that was not generated yet. No update before v runs again, so each of these older versions
+must be in a checkpoint too. Version 0 needs no checkpoint, because it is the weights with which the run started.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
@@ -72,8 +79,7 @@ UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
 """Role -> the stage that trains its model."""
 
 
-@dataclass(frozen=True, order=True)
-class Node:
+class Node(NamedTuple):
     """A piece of the run's work: one (stage, step, shard). Nodes sort by priority: the oldest step first."""
 
     priority: tuple[int, int]
@@ -81,7 +87,8 @@ class Node:
     address: Address
     parents: tuple[Address, ...]
     inputs: tuple[Address, ...]
-    """The parents whose stored output the node reads. The other parents only order it."""
+    """The parents whose stored output the node reads. The node also waits for its other parents, but reads nothing from
+    them."""
     version: int
     """Version of the weights that the node needs: the critic's in `value` and `update_critic` nodes, else the policy's.
     In a `publish` node: the version that it publishes. In a node that `Dispatch` has handed out: the version to use."""
@@ -103,8 +110,8 @@ class Node:
 
     @property
     def scheduled_step(self) -> int:
-        """Step whose progress the node serves. For an evaluation or a canary it may be later than the step of its
-        address, and for a publication it is one step earlier."""
+        """PPO step at which the node is due. Usually it is the step of the node's address. For an evaluation or a
+        canary it may be a later step. For a publication it is one step earlier: `publish[v]` is due at step v - 1."""
         return self.priority[0]
 
 
@@ -126,8 +133,8 @@ class GraphSpec:
     has_critic: bool = True
     """True under `ppo.advantage: gae`; else there are no critic nodes."""
     uses_latest: bool = False
-    """True unless `rollout.versions` is `exact`. A shard then uses the newest version within the staleness bound that
-    is published when the shard is handed out."""
+    """True unless `rollout.versions` is `exact`. A shard then uses the newest version that is published at the time
+    when the shard is handed out. This version must be within the staleness bound."""
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
@@ -136,20 +143,25 @@ def update_stages(spec: GraphSpec) -> dict[Role, str]:
 
 
 def generation_version(spec: GraphSpec, step: int) -> int:
-    """Return the oldest version that may generate step i: max(0, i - eta)."""
+    """Return the oldest version of the weights that may generate a step: max(0, step - eta). eta is the staleness bound
+    (`spec.staleness`)."""
     return max(0, step - spec.staleness)
 
 
 def generation_versions(spec: GraphSpec, step: int) -> range:
-    """Return the versions that may generate step i: max(0, i - eta), and under `latest` all newer versions up to i."""
+    """Return the versions of the weights that may generate a step. If `rollout.versions` is `exact`, this is only
+    max(0, step - eta), where eta is the staleness bound. Otherwise all newer versions up to `step` are allowed too."""
     oldest = generation_version(spec, step)
     return range(oldest, (step if spec.uses_latest else oldest) + 1)
 
 
 def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
-    """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest version that
-    was published before the run resumed. Under `latest` the result is the version nearest to `newest` that may generate
-    step i, so that no older version has to be published again."""
+    """Return the version of the weights that the generation of a step waits for in a resumed run. If `rollout.versions`
+    is `exact`, this is the only version that may generate the step. Otherwise it is the allowed version that is closest
+    to `newest`, so that no older version has to be published again.
+
+    `newest`: newest version that was published before the run resumed.
+    """
     allowed = generation_versions(spec, step)
     return max(allowed[0], min(allowed[-1], newest))
 
@@ -169,8 +181,8 @@ def publish_node(version: int) -> Node:
 
 def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
     """Return the nodes that evaluate version v on the held-out prompts: generation, scores, and the reference's
-    log-probs for the KL. The nodes run after the training generation that uses v. Under `latest` they run after the
-    generation of step v, before the engines load the next version."""
+    log-probs for the KL. With `rollout.versions: exact` they run after the last training generation that uses v.
+    Otherwise they run after the generation of step v, before the engines load the next version."""
     nodes = []
     scheduled_step = version if spec.uses_latest else version + spec.staleness
     for shard in range(spec.eval_shards):
@@ -195,23 +207,30 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
-    """Return the step whose `step_nodes` include `canary[v]`: the last step that is generated with a version older than
-    v. Return v if there is no such step or that step is earlier than v. Under `latest` always return v, because engines
-    load a new version as soon as they can."""
+    """Return the step whose nodes (`step_nodes`) include `canary[v]`. It is step v + eta - 1, but at least v and at
+    most the last step of the run (eta is the staleness bound). For version 0 it is 0. Step v + eta - 1 is the last step
+    that is generated with a version older than v, so no engine has to load version v early for the canary.
+
+    If `rollout.versions` is not `exact`, the result is always v, because engines load a new version as soon as they
+    can.
+    """
     if spec.uses_latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
 
 
 def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
-    """Return the canaries among the nodes of a step. The last step of a run may have several."""
+    """Return the canary nodes among the nodes of a step. A canary node compares engine and trainer at one version of
+    the weights (`canary_node`). The last step of a run may have several canary nodes, because it also has those that
+    would be due after the end of the run."""
     versions = range(max(0, step - spec.staleness), step + 1) if spec.has_canaries else ()
     return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 
 
 def step_of_node(node: Node) -> int:
     """Return the step whose `step_nodes` contain the node."""
-    return max(0, node.version - 1 if node.stage.startswith("evaluate") else node.scheduled_step)
+    step = node.version - 1 if node.address.stage.startswith("evaluate") else node.priority[0]
+    return step if step > 0 else 0  # the first publication and evaluation belong to step 0
 
 
 def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
@@ -283,13 +302,17 @@ _TRAINED_FROM = {
     Role.POLICY: ("generate", "reference", "logprob", "advantage", "update_policy"),
     Role.CRITIC: ("generate", "value", "advantage", "update_critic"),
 }
-"""Role -> the stages whose commits must exist before an update of its model can run again."""
+"""Role -> the stages whose commits a trainer needs to repeat an update of its model. The update's own commit is one of
+them: its digest is compared with the result."""
 
 
 def find_lost_inputs(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
-    """Return the addresses of one step's nodes that have no commit although an update has been trained from their
-    outputs. An update counts as trained if the update itself, or the update of the same stage in the next step, is in
-    `committed`."""
+    """Return the addresses of the `nodes` of one step whose commits are lost: they have none, but an update that needed
+    their outputs has run. A trainer may have to repeat this update.
+
+    An update has run if its own commit is in `committed`. It has also run if the next step's update of the same model
+    is in `committed`. In this case its own commit may be lost. Its address is then in the result too.
+    """
     nodes = list(nodes)
     return {
         node.address
@@ -307,13 +330,17 @@ def _is_update_committed(update: Node, committed: Set[Address]) -> bool:
 
 
 def with_missing_parents(node: Node, missing: Iterable[Address]) -> Node:
-    """Return the node with extra parents: all `missing` outputs from which its model may have to be trained again. The
-    updates that read these outputs are committed, so no other edge would make the node wait for the outputs."""
+    """Return the node with extra parents, if it is a node of a trained model. A trainer that is restored to an older
+    version repeats earlier updates of its model. The node must wait until the inputs of these updates exist again.
+    Without extra parents it would not wait: these updates are committed, so they count as done.
+
+    `missing`: addresses of outputs that were lost (`find_lost_inputs`).
+    """
     if node.role not in _TRAINED_FROM:
         return node
     needs = _TRAINED_FROM[node.role]
     waits = [a for a in missing if a.stage in needs and a.step < node.version and a not in node.parents]
-    return replace(node, parents=(*node.parents, *sorted(waits))) if waits else node
+    return node._replace(parents=(*node.parents, *sorted(waits))) if waits else node
 
 
 def finished_steps(spec: GraphSpec, first_open_step: int, later_commits: Iterable[Address]) -> list[int]:
@@ -359,9 +386,12 @@ def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
 
 
 def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[Address]:
-    """Return the nodes that need exactly version v in a resumed run. `newest` is the newest version that was published
-    before the run resumed. If one of these nodes has no commit and v is no longer readable, v must be published
-    again."""
+    """Return the nodes that need exactly this `version` of the weights in a resumed run. If one of them has no commit,
+    the version must be readable. If it is not, it must be published again.
+
+    `newest`: newest version that was published before the run resumed. It determines which version the generation of a
+    step waits for (`resumed_generation_version`).
+    """
     steps = range(version, min(version + spec.staleness + 1, spec.steps))
     needing = [i for i in steps if resumed_generation_version(spec, i, newest) == version]
     return [
@@ -411,7 +441,9 @@ class Gang:
         return bool(self.roles & MODEL_ROLES) or self.divides_scorers
 
     def ranks_of(self, role: Role) -> int:
-        """Return the number of ranks that run a node of this role together. Rank 0 alone runs a node without models."""
+        """Return the number of ranks that run a node of this role together. If the ranks of an ordered gang hold or
+        divide the role's models, it is the number of all ranks. Otherwise it is 1: rank 0 of an ordered gang, or one
+        replica of a pool, runs the node alone."""
         together = role in MODEL_ROLES or (self.divides_scorers and role is Role.SCORE)
         return self.workers if self.is_ordered and together else 1
 
@@ -422,6 +454,14 @@ class Gang:
         if self.is_ordered:
             return 1
         return self.concurrent_shards + (1 if Role.GENERATE in self.roles and self.roles != {Role.GENERATE} else 0)
+
+    @property
+    def max_submitted_nodes(self) -> int:
+        """Number of nodes that an ordered gang has at once. Several ranks get one node at a time: two could reach the
+        ranks in different orders, since each waits for its own inputs, and then their collectives would interleave. A
+        single rank gets two. It computes one of them, and meanwhile reads the inputs or stores the output of the
+        other."""
+        return 1 if self.workers > 1 else 2
 
     def mode(self, role: Role) -> Mode:
         if self.is_ordered:
@@ -435,9 +475,16 @@ def gangs_of(
     concurrent_shards: Mapping[str, int],
     dividing: Collection[str] = (),
 ) -> list[Gang]:
-    """Return the gangs of a placement. `roles` maps each role to a gang's name. `dividing`: names of gangs whose layout
-    divides models. Such a gang divides the models of its rewards if it has the scoring role, no engine, and no trained
-    or reference model."""
+    """Return the gangs of a placement.
+
+    Args:
+        roles: role -> name of its gang.
+        workers: name of a gang -> its number of workers.
+        concurrent_shards: name of a gang -> number of shards that one of its replicas works on at once.
+        dividing: names of the gangs whose layout splits a model over several workers. If such a gang has the role of
+            scoring, it also splits the models of its rewards (`Gang.divides_scorers`). It does not split them if it
+            also generates, or has the role of a trained or reference model.
+    """
     gangs = []
     for name in sorted(set(roles.values())):
         own = frozenset(role for role, gang in roles.items() if gang == name)
@@ -460,13 +507,17 @@ def commits_to_recompute(
     dropped_before: int = 0,
     sampled: Mapping[Address, int | None] = _NONE,
 ) -> list[Address]:
-    """Return the commits that are no longer valid after going back to `version`, children before parents.
+    """Return the commits that become invalid when the run goes back to `version`, children before parents. These are
+    the updates of step `version` and later, and everything that depends on them. Commits of nodes that the graph of the
+    present config does not have become invalid too, if their step is later than `version`. The arguments below may add
+    more commits.
 
     Args:
-        dropped_before: the arrays of all steps before this step were deleted. The shards of such a step are computed
-            again if an update will be trained on them again.
-        sampled: under `latest`, shard's address -> newest version that sampled it, according to its commit, or None if
-            that is unknown. A shard is computed again if this version is newer than `version`, or is None.
+        dropped_before: first step whose arrays were not deleted. The steps from `version` up to `dropped_before` - 1
+            will be trained again, so their shards and advantages must be computed again.
+        sampled: address of a shard of rollouts -> newest version of the weights that sampled it, or None if it is
+            unknown. Empty if `rollout.versions` is `exact`. A shard must be sampled again if its version is newer than
+            `version`, or is unknown.
     """
     nodes = list(run_nodes(spec))
     children: dict[Address, list[Address]] = {}
@@ -500,9 +551,15 @@ def can_rewind(
     dropped_before: int = 0,
     sampled: Mapping[Address, int | None] = _NONE,
 ) -> bool:
-    """Return True if the run can go back to `version`. Every older version that is still needed must have a checkpoint
-    (be in `saved`) or be version 0. No update before `version` may have been trained on a shard whose version is None
-    in `sampled`, because the shard would come out differently if it were computed again."""
+    """Return True if the run can go back to `version`. Two conditions must hold:
+    - Nodes may still have to read older versions after the run has gone back. Each of these versions, except version 0,
+      must have a checkpoint. `saved` has the versions with a checkpoint.
+    - For every shard of the steps before `version`, it must be known which version sampled it. In `sampled`, None means
+      that it is unknown. Such a shard would have to be sampled again, with other content. But an update before
+      `version`, which stays valid, was trained on the old content.
+
+    The other arguments are those of `commits_to_recompute`.
+    """
     if any(newest is None and address.step < version for address, newest in sampled.items()):
         return False
     standing = set(committed).difference(commits_to_recompute(spec, committed, version, dropped_before, sampled))

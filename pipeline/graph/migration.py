@@ -60,16 +60,18 @@ def plan_migrations(
     closed: Collection[int] = (),
     waiting_s: float = 0.0,
 ) -> list[Migration]:
-    """Return the migrations to order: for each version, the migrations of the plan whose work ends soonest. The
-    migrations of a version are left out if their plan saves no more than the fraction `MIN_GAIN` of the rows' time.
+    """Return the migrations to order. For each version of the weights, three plans are compared: spread the rows,
+    gather them, or move none. The result has the migrations of the plan with which all work ends soonest. If this plan
+    saves no more than the fraction `MIN_GAIN` of the time until all rows are finished without migration, no row of this
+    version migrates.
 
     Rows go to replicas with the same version of the weights, and only into free places. No replica both sends and
-    receives rows. Nothing migrates before some replica has a measured cost of its passes.
+    receives rows. Nothing migrates before some replica has a measured cost of its decoding passes.
 
     Args:
         loads: load of each replica of the pool, by index.
-        closed: replicas that have a node, whether or not the node's rows have been reported. Such a replica receives no
-            rows if its load has no rows.
+        closed: replicas that have been given a node. If the load of such a replica has no rows, the replica has not
+            reported the rows of its node yet. It then receives no rows.
         waiting_s: seconds that one replica would need for all nodes that wait for a slot.
     """
     moves: list[Migration] = []
@@ -90,7 +92,7 @@ def plan_migrations(
 
 
 class _Side:
-    """A replica under a plan: its rows, and the time at which it has finished them."""
+    """One replica in a plan, after the moves of the plan: its rows, and the time at which it has finished them."""
 
     def __init__(self, load: EngineLoad) -> None:
         self.load = load
@@ -109,8 +111,13 @@ class _Side:
         return max(self.load.max_rows - len(self.passes), 0)
 
     def end_s(self, total: int | None = None, longest: int | None = None) -> float:
-        """Return the seconds until all rows are done. `total` and `longest` replace the sum and the maximum of the
-        passes of the rows."""
+        """Return the seconds until the replica has finished all its rows. Pass `total` and `longest` to see the effect
+        of a move that is not made yet.
+
+        Args:
+            total: sum of the decoding passes that the rows need. None: the sum over the present rows.
+            longest: largest number of decoding passes that one row needs. None: the maximum over the present rows.
+        """
         total = sum(self.passes.values()) if total is None else total
         longest = max(self.passes.values(), default=0) if longest is None else longest
         assert self.load.cost is not None
@@ -120,12 +127,14 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Price:
-    """The cost of a row's migration. The passes of the source wait for `read_s` seconds, and the passes of the target
-    for `write_s` seconds."""
+    """The cost of the migration of one row from a source replica to a target replica. During the migration the source
+    makes no decoding passes for `read_s` seconds in total, and the target for `write_s` seconds."""
 
     request: MigrationRequest
     copying: int
-    """Number of passes of the source until all parts of the row are copied: one part between two passes."""
+    """Number of decoding passes that the source replica makes until the row's keys and values are copied. They are
+    copied in blocks, one block between two passes. 0 if the target feeds the row's tokens to the model again instead.
+    """
     passes: int
     """Number of passes of the target during which the row stands still."""
     read_s: float
@@ -133,8 +142,8 @@ class _Price:
 
 
 class _Plan:
-    """One plan for the replicas that hold one version of the weights: their rows and times after the moves, and the
-    moves."""
+    """A plan to move rows between the replicas that hold one version of the weights. It has the moves. For each
+    replica, it also has the rows after the moves, and the time at which the replica finishes them."""
 
     def __init__(self, group: Mapping[int, EngineLoad], copies: CopyCost, waiting_s: float) -> None:
         self.sides = {i: _Side(load) for i, load in group.items()}
@@ -183,9 +192,13 @@ class _Plan:
 
 
 def _level(plan: _Plan) -> None:
-    """Move rows one by one from the replica that ends last to the replica that ends first. Stop when no move lets both
-    replicas end sooner than the source would end without the move. Also stop if the source has received rows itself, or
-    if no replica can receive a row."""
+    """Move rows one by one from the replica that would finish last (the source) to the replica that would finish first
+    (the target). Stop in one of three cases:
+    - No move of a row helps. Let T be the time at which the source finishes before the move. The move helps if source
+      and target both finish before T.
+    - The source has received rows itself.
+    - No replica can receive a row.
+    """
     while True:
         source = max(plan.sides, key=lambda i: plan.sides[i].end_s())
         giving = plan.sides[source]
@@ -200,8 +213,9 @@ def _level(plan: _Plan) -> None:
 
 
 def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
-    """Return the arguments of `_Plan.move` for the move after which both replicas are done soonest. Return None if no
-    move lets both replicas end sooner than the source would end without the move."""
+    """Return the arguments of `_Plan.move` for the best move of one row from `source` to `target`. A move is judged by
+    the time at which the later of the two replicas finishes its rows. Return None if no move makes this time earlier
+    than the time at which the source finishes now. `giving`: the source in the plan."""
     taking = plan.sides[target]
     total, *longest = sum(giving.passes.values()), *sorted(giving.passes.values(), reverse=True)[:2], 0
     their_total, their_longest = sum(taking.passes.values()), max(taking.passes.values(), default=0)
@@ -257,8 +271,8 @@ class MigrationPlanner:
     _under_way: dict[int, Migration] = field(default_factory=dict)
     """Number of a migration -> the migration."""
     _outdated: set[int] = field(default_factory=set)
-    """Replicas for which a migration was ordered, as source or target, after their last report. A migration that moved
-    no rows takes its two replicas out again."""
+    """Replicas whose last report is outdated, because a migration from or to them was ordered after this report. If the
+    migration ends without having moved any rows, its two replicas are removed from this set."""
     _ordered: int = 0
     _seen: object = None
     """The inputs of the last plan."""
@@ -275,8 +289,8 @@ class MigrationPlanner:
         self.node_s = _nearer(self.node_s, seconds) if self.node_s else seconds
 
     def replica_lost(self, replica: int) -> None:
-        """Forget a replica that is lost or overdue, and the migrations of which it is the source. The replica takes
-        part again after its next report."""
+        """Forget the load of a replica that is lost or does not answer. Also forget the migrations of rows away from
+        it. Once the replica, or a new process in its place, reports its load, it takes part in migrations again."""
         self._loads.pop(replica, None)
         self._outdated.discard(replica)
         self._num_reports += 1
@@ -284,13 +298,13 @@ class MigrationPlanner:
             self._ended(number, moved=False)
 
     def arrived(self, number: int, num_rows: int, num_bytes: int, held_s: float, standstill_s: float) -> None:
-        """Record that a migration is over. `number` is the number that `next_migrations` gave it.
+        """Record that a migration has ended. `number` is the number that `next_migrations` gave it.
 
         Args:
             num_rows: number of the migration's rows that the target accepted.
             num_bytes: bytes of keys and values that were copied.
-            held_s: seconds for which passes waited for the copies, of both replicas together.
-            standstill_s: seconds for which rows stood still, of all rows together.
+            held_s: seconds for which decoding passes waited for the copies, summed over both replicas.
+            standstill_s: seconds for which rows were not decoded, summed over all rows.
         """
         self._ended(number, moved=num_rows > 0)
         if num_rows and num_bytes >= _MEASURABLE_BYTES and held_s > 0:

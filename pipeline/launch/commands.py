@@ -183,7 +183,8 @@ def write_record(folder: Path, record: JobRecord) -> None:
 
 
 def read_record(folder: Path) -> JobRecord | None:
-    """Return the record in a run's directory `job/`. Return None if the run was never submitted.
+    """Return the record of the run's newest submitted job. `folder`: the directory `job/` of the run. Return None if no
+    job was submitted.
 
     Raises:
         StoreError: the record is damaged.

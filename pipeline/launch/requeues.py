@@ -1,11 +1,17 @@
-"""Decide whether a job may be requeued again. The decision depends on how each of its starts ended
-(`job/attempts.json`).
+"""Decide whether a Slurm job may be started again by a requeue. A start is one execution of the job: its first one, or
+one after a requeue. The decision depends on how each of its starts ended.
 
-    a job ends ────────► its script, or another node, asks ────► its end is recorded ─────► requeue, or end the job
-    it starts again ───► its script asks about the last end ────► recorded if missing ────► continue, or end the job
+    a start ends ─────► (1) may-requeue ──► its end is recorded ──► requeue, or give up the job
+    the next begins ──► (2) may-requeue ──► recorded if missing ──► continue, or give up the job
 
-The second line is for a job that Slurm itself requeued, after a preemption or the failure of its only node. Then no
-process was left to ask when the job ended. The file is in the run's directory, so it survives the failure of a node.
+(1) The job's script calls the command `stageline may-requeue`. If the script's own node failed,
+another node of the job calls it.
+
+(2) The script calls the command again, about the end of the previous start. The record is missing
+if Slurm itself requeued the job, after a preemption or the failure of its only node. Then no process was left to call
+the command.
+
+The ends are recorded in `job/attempts.json`. This file is in the run's directory, so it survives the failure of a node.
 The progress of a start is measured by the commits in the ledger.
 """
 
@@ -22,23 +28,25 @@ from storage.ledger import Ledger
 
 _FILE = "attempts.json"
 MAX_LOST_STARTS = 20
-"""Maximum number of starts of a job that may lose their driver, workers or batch node. If one more start loses them,
-the job ends, because nodes that fail so often need the attention of a person. Starts that end by a time limit or by
-preemption do not count."""
+"""Maximum number of a job's starts that may end because the driver, workers or the batch node were lost. With one more
+such end the job is given up, because nodes that fail so often need the attention of a person. Starts that end by a time
+limit or by preemption do not count."""
 MAX_REQUEUES_WITHOUT_PROGRESS = 3
-"""Number of requeues in a row without a new commit after which a job ends. The reasons of the requeues do not matter.
-One such requeue may be bad luck, for example if a node fails early. After three, the job would probably be requeued
-forever."""
+"""Limit of successive requeues without a new commit. A job that reaches it is given up, whatever the reasons of the
+requeues were. One such requeue may be bad luck, for example if a node fails early. After three, the job would probably
+be requeued forever."""
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """The end of one start of a job."""
+    """The record of how one start of a job ended. A start is one execution of the job: its first one, or one after a
+    requeue."""
 
     restart: int
     """Number of times that the job was requeued before this start (SLURM_RESTART_COUNT)."""
     committed: tuple[int, int]
-    """Result of `count_committed` at the end of this start."""
+    """Number of closed steps and number of commits in later steps, counted when this record was made (see
+    `count_committed`)."""
     because: str
     """Reason why the start ended, as text for users."""
     lost: bool
@@ -48,22 +56,24 @@ class JobEnd:
 
 @dataclass(frozen=True)
 class _StoredEnds:
-    """The content of `job/attempts.json`. The names of the fields must not change, because files with them exist."""
+    """The content of `job/attempts.json`: the id of a job, and the recorded ends of its starts, oldest first. The names
+    of the fields must not change, because existing files contain them."""
 
     job_id: str
     attempts: tuple[JobEnd, ...]
 
 
 def requeue_refusal(ends: Sequence[JobEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
-    """Return the reason why a job must not be requeued, or None if it may be requeued.
+    """Return the reason why a job must not be requeued, or None if it may be requeued. There are two possible reasons:
+    too many successive requeues without a new commit, or too many starts that ended with `JobEnd.lost`.
 
-    The end of a start may be missing from `ends`. Such a start counts as a requeue without progress if no commit was
-    added between the ends before and after it.
+    Some starts may have no record in `ends`. Such a start counts as a requeue without progress if the recorded starts
+    before and after it have the same number of commits.
 
     Args:
-        ends: ends of the job's starts, oldest first; at least one.
-        restarts: maximum number of starts whose end may be `lost`.
-        requeues_without_progress: number of requeues in a row without a new commit after which the job ends.
+        ends: records of how the job's starts ended, oldest first; at least one.
+        restarts: maximum number of records with `lost` = True.
+        requeues_without_progress: limit of successive requeues without a new commit. A job that reaches it is given up.
     """
     last = ends[-1]
     unchanged = list(takewhile(lambda end: end.committed == last.committed, reversed(ends)))
@@ -90,14 +100,14 @@ def count_committed(ledger: Ledger) -> tuple[int, int]:
 
 
 def record_end(folder: Path, job_id: str, end: JobEnd) -> Sequence[JobEnd]:
-    """Record the end of a start in a run's directory `job/`. Return the ends of all recorded starts of this job, oldest
-    first.
+    """Record how one start of a job ended. Return the recorded ends of the same job, oldest first.
 
-    If the end of this start is recorded already, it is not changed. Ends of an earlier job are dropped, because the
-    counts begin again with each submission.
+    Slurm starts a job again after each requeue, so a job can have several ends. They are kept in `folder`, the
+    directory `job/` of the run. If this start already has a recorded end, that end is kept. Ends of an earlier job of
+    the run are deleted, because a new submission begins with new counts of lost starts and of requeues.
 
     Raises:
-        StoreError: the file is damaged.
+        StoreError: the file with the ends is damaged.
         OSError: the file cannot be written.
     """
     ends = _ends(folder / _FILE, job_id)

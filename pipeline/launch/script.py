@@ -1,10 +1,16 @@
-"""The sbatch script of a run or of a sweep: a template (`slurm/run.sbatch`) whose `@WORDS@` are filled in.
+"""The sbatch script of a run, of a sweep or of `stageline doctor`: a template (`slurm/*.sbatch`) whose placeholders
+`@NAME@` are replaced by values.
 
-The job's shape is its groups of nodes. The shape says on which group the workers of each gang run:
+A job consists of groups of equal nodes. The config's section `slurm.gangs` decides on which group
+the workers of each gang run:
 
-    gangs without nodes of their own ───────► the batch node ─┐
-    a gang with slurm.gangs.NAME.nodes ─┬───► its own nodes ──┴─► alike? ──yes──► a plain job, groups side by side
-    gangs that run beside it ───────────┘                           └─────no───► a heterogeneous job, a component each
+    gang A with `nodes: 4`              ──► a group of four nodes
+    gang B with `beside: A`             ──► the group of gang A
+    gang C with neither of the two      ──► the batch node, a group of its own
+
+If all groups request the same GPUs per node, partition and sbatch options, the job is a plain job with one list of
+nodes. Otherwise it is a heterogeneous job with one component per group. The setting `slurm.job` can prescribe one of
+the two kinds.
 
 All functions are pure, except that the template is read from its file.
 """
@@ -34,7 +40,8 @@ _WORD = re.compile(r"@([A-Z]+)@")
 
 @dataclass(frozen=True)
 class ScriptValues:
-    """Values in a script that do not come from the config."""
+    """The values of an sbatch script that the caller chooses for each job. All other values of the script follow from
+    the config."""
 
     title: str
     """Title in the comment at the top of the script."""
@@ -89,10 +96,11 @@ def render_doctor(config: RunConfig, place: ScriptValues, arguments: Sequence[st
 
 
 def _fill_template(template: Path, filled: Mapping[str, str]) -> str:
-    """Return a template with its words replaced by the values in `filled`.
+    """Return the text of a template in which each placeholder `@NAME@` is replaced by the value of `NAME` in `filled`.
 
     Raises:
-        ConfigError: the template cannot be read, or its words are not exactly the keys of `filled`."""
+        ConfigError: the template cannot be read, or the names of its placeholders are not exactly the keys of `filled`.
+    """
     try:
         text = template.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
@@ -245,7 +253,8 @@ class JobShape:
         return sum(group.nodes for group in self.groups)
 
     def first_node(self, group: NodeGroup) -> int:
-        """Return the index of the first node of a group in the list of nodes of a plain job."""
+        """Return the index of a group's first node in the job's list of nodes. Only a job that is not heterogeneous has
+        such a list."""
         return sum(other.nodes for other in self.groups[: self.groups.index(group)])
 
 
@@ -267,10 +276,12 @@ def job_shape(config: RunConfig) -> JobShape:
 
 
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
-    """Return the key by which groups of nodes are sorted. `host` is the gang that owns the nodes.
+    """Return the sort key of a group of nodes. `host` is the gang whose entry in `slurm.gangs` requests these nodes.
 
-    The policy's nodes come first. So if every gang runs on nodes that belong to some gang, the batch node is the first
-    of the policy's nodes. The driver then runs beside ranks of the policy."""
+    The nodes of the policy come first. This matters if every gang runs on nodes that `slurm.gangs` requests, its own or
+    those of another gang. The first node of the policy is then the batch node, and the driver runs there beside ranks
+    of the policy.
+    """
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 

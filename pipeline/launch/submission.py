@@ -93,10 +93,15 @@ def array_script(configs: Sequence[RunConfig], folder: Path, max_running: int | 
     """Return the script of a job array in which each task is one of these runs. The output of the tasks goes into
     `folder`.
 
-    Return None if the runs cannot be one array: all tasks of an array have the same resources, and Slurm has no arrays
-    of heterogeneous jobs. The script contains the list of runs, because a task may start long after another array of
-    the same sweep was submitted. `max_running` is the maximum number of tasks that run at the same time; None means no
-    limit."""
+    Return None if the runs cannot form one array. All tasks of an array use the same script and resources, and Slurm
+    has no arrays of heterogeneous jobs.
+
+    The list of runs is part of the script. If it were in a file, another submission of the same sweep could replace the
+    file before a waiting task starts.
+
+    Args:
+        max_running: maximum number of tasks that run at the same time. None means no limit.
+    """
     runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)
     place = ScriptValues(
         title=f"The runs of {folder.parent.name} of Stageline, one for each task.",
@@ -174,7 +179,9 @@ def _refuse_second_job(config: RunConfig) -> None:
 
 
 def requested_nodes_text(config: RunConfig) -> str:
-    """Return a text about the nodes that a run requests."""
+    """Return a text that lists the groups of nodes of a job, for messages to the user. For example: `2 nodes with 32
+    CPUs and gpu:8 each for train, a node with 16 CPUs for score`.
+    """
     shape = job_shape(config)
     return ", ".join(_node_group_text(group, config.slurm.gres) for group in shape.groups)
 

@@ -2,9 +2,11 @@
 
 The kind of cluster decides on which node a worker is placed:
 
-    local       every worker on one node
-    attached    on the first node with room, large gangs first; a tensor-parallel group or a replica stays on a node
+    local       all workers are on one node
+    attached    each group of workers is on the first node with room; groups of large gangs are placed first
     Slurm       the nodes that the job would ask for (`script.job_shape`), if the config has a section `slurm`
+
+Under `attached`, the workers of a tensor-parallel group are on the same node, and so are the workers of a replica.
 
 The check reads nothing of this machine except the models' directories. In this file, `num_gpus` is the number of GPUs
 of a node, or 0 if the run uses no GPUs.
@@ -143,10 +145,12 @@ class _Group:
 
 
 def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
-    """Return the index of each worker's node. If the workers do not fit, return a group for which there is no room.
+    """Choose a node for each worker. Return worker -> index of its node. A group consists of the workers of one gang
+    that must be on the same node. If there is no room for a group, return this group instead.
 
-    First, groups are placed in the order of their gangs, the largest gang first. If this fails, all groups are placed
-    again in the order of their own sizes, the largest group first."""
+    First, the groups are placed gang by gang, the gang that needs the most devices first. If this fails, all groups are
+    placed again, the largest group first.
+    """
     gangs = sorted(config.gangs(), key=lambda gang: -_size_of_gang(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     packed = _first_fit(config, cluster, num_gpus, groups)
@@ -158,12 +162,13 @@ def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> 
 def _first_fit(
     config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
 ) -> dict[Worker, int] | _Group:
-    """Return the index of each worker's node. If the workers do not fit, return the first group for which there is no
-    room.
+    """Place the groups on nodes in the given order. Return worker -> index of its node. A group consists of the workers
+    of one gang that must be on the same node. If there is no room for a group, return this group instead.
 
-    Each group is put on the first node with room. A gang that shares devices prefers the nodes of the gangs with which
-    it shares them. If no core is free, several workers use the same cores. With `placement.oversubscribe`, the same
-    holds for GPUs."""
+    Each group is put on the first node with room. If its gang shares devices with other gangs, nodes on which these
+    gangs already have devices are preferred. If no core is free, several workers use the same cores. With
+    `placement.oversubscribe`, several workers may also use the same GPUs.
+    """
     placement, per_node = config.placement, num_gpus or cluster.cores
     sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
@@ -224,8 +229,11 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
 
 
 def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
-    """Yield the problems of gangs on an attached cluster: they need more GPUs than the cluster has, or a group needs
-    more than one node has."""
+    """Yield the problems of a run on an attached cluster (`cluster.kind: attached`):
+
+    - The gangs together need more GPUs than the cluster has, and `placement.oversubscribe` is not set.
+    - A tensor-parallel group of a gang, or a replica of the engine, needs more GPUs than one node has.
+    """
     rooms = {gang.name: _size_of_gang(config, gang, num_gpus) for gang in config.gangs()}
     listed = ", ".join(f"{name} {number}" for name, number in rooms.items() if number)
     shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]

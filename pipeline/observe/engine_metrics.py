@@ -50,7 +50,8 @@ def shard_metrics(
 
 
 def is_shard_metric(name: str) -> bool:
-    """Return True if the metric `name` of a commit comes from `shard_metrics`."""
+    """Return True if the metric `name` is a count or a peak of the generation engine. The function `shard_metrics`
+    makes these metrics, and they are committed with each generated shard."""
     return name.startswith(_COUNT)
 
 

@@ -140,7 +140,7 @@ class Comparison:
 
     num_prompts: int
     parent: float
-    """Mean score of the parent."""
+    """Mean score of the parent run, from which the variant was made."""
     variant: float
     difference: float
     paired_t: float | None
@@ -153,19 +153,22 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VariantSummary:
-    """The content of a variant's `summary.json`."""
+    """The content of `summary.json` of a variant. A variant repeats updates of a run on the run's rollouts, with other
+    settings."""
 
     parent: str
     """Directory of the parent run."""
     updates: tuple[int, int]
-    """The steps that the variant trained, as a half-open range: the first step, and the last step + 1."""
+    """The steps whose updates the variant ran, as a half-open range: the first step, and the last step + 1. The variant
+    trained on the rollouts of the parent run."""
     changed: Sequence[str]
     steps: Sequence[Mapping[str, Any]]
     """One record per step: the step's number, the digests of the trained models after the step, and its metrics."""
     weights: str
     """Path of the exported policy."""
     comparison: Comparison | None
-    """None if the run has fewer than two held-out prompts."""
+    """The comparison of the held-out scores of the variant with those of its parent run. None if the run has fewer than
+    two held-out prompts."""
     versions: Mapping[str, str]
     """Software package -> its version."""
 

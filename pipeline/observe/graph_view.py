@@ -1,15 +1,17 @@
-"""The state of a run's graph at one moment, as a frozen record for the page `/stageline`. No clock and no files.
+"""The state of a run's graph at one moment, as the frozen record `GraphView`. The page `/stageline` shows the record.
+Nothing here reads a clock.
 
 A running driver makes the record from its own state:
 
-    dispatch ──statuses, waits──┐
-    flow ──readers──────────────┼──► GraphView ──► graph_page (HTML)
-    journal ──NodeEvents────────┘
+    Dispatch ──states of nodes, reasons why gangs are idle──┐
+    Flow ──nodes that still have to read each version───────┼──► GraphView ──► graph_page (HTML)
+    journal ──NodeEvents────────────────────────────────────┘
 
-Without a driver, `recorded_view` makes the record from the run's directory:
+Without a driver, `recorded_view` makes the record from the ledger and the journal of the run. It first builds `Flow`
+and `ObservedDispatch` in the state from which `resume` would continue:
 
-    ledger ──► Flow, ObservedDispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
-    journal ──► nodes in progress, seconds, incidents ─────────────────────────────────────────────┴──► GraphView
+    ledger ──► Flow, ObservedDispatch ──► states, idle reasons, nodes still to read ──┐
+    journal ──► nodes in progress, durations, incidents ──────────────────────────────┴──► GraphView
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ are always shown, even if they alone have more nodes."""
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node of the grid."""
+    """One node of the graph as the page `/stageline` shows it, in a grid with one column per PPO step and one row per
+    stage."""
 
     address: Address
     scheduled_step: int
@@ -190,16 +193,18 @@ def work_text(gang: GangView, now_s: float, max_named: int) -> str:
 
 
 def nodes_to_show(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
-    """Return the nodes to show, parents first: the nodes of the open steps, and the nodes of up to `MAX_FINISHED_STEPS`
-    columns before them. If all steps are finished, only the last columns are shown.
+    """Return the nodes that the page shows, parents first: the nodes of the open steps, and all nodes in up to
+    `MAX_FINISHED_STEPS` columns before them. The page has one column per PPO step. If all steps are finished, only the
+    last columns are shown.
 
-    Earlier steps are searched too, because some nodes of a column, such as evaluations, have the number of an earlier
-    step in their address.
+    The column of a node may differ from the step in its address. For example, the address of an evaluation contains the
+    number of an earlier step. So steps before the first shown column are searched too.
 
     Args:
         spec: the shape of the graph.
         statuses: the status of each node of the open steps.
-        admitted: number of steps that the run has admitted so far, finished ones included."""
+        admitted: number of steps that the run has admitted so far, finished ones included.
+    """
     first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - MAX_FINISHED_STEPS)
     nodes = add_finished_steps(spec, statuses, admitted, MAX_FINISHED_STEPS + spec.staleness + 1, MAX_NODES)
     return [status for status in nodes if status.node.scheduled_step >= first or not first]

@@ -31,13 +31,13 @@ STEP_METRIC = "reward/mean"
 """Name of a metric that is committed in every step."""
 _FRACTION = "staleness/fraction_"
 _NUMBERED = ("generate", "advantage")
-"""Stages whose commits contain the numbers of `StepNumbers`."""
+"""Stages whose commits contain the reward, KL, token count and staleness of a step (`StepNumbers`)."""
 _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
 """Metrics that are summed over the shards of a step."""
 _SO_FAR = "judge/"
-"""Prefix of the names of metrics that grow during a run. For a step, the maximum over its shards is taken. All metrics
-without this prefix that are not in `_TOTALS` are averaged over the shards."""
+"""Prefix of the names of metrics that grow during a run. For these metrics, the value of a step is the maximum over its
+shards. Metrics in `_TOTALS` are summed over the shards. All others are averaged."""
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,15 @@ class History:
             staleness=staleness,
         )
 
-    def is_step_finished(self, step: int, known_commits: Mapping[Address, Ref] = _NONE) -> bool:
-        """Return True if the step is finished: all trained models are updated, and the next version of the policy is
-        published. Commits in `known_commits` are taken as existing and are not looked up."""
-        updates = (Address(stage, step) for stage in update_stages(self.spec).values())
-        ends = (*updates, Address("publish", step + 1))
-        return all(address in known_commits or self.ledger.find(address) is not None for address in ends)
+    def step_ends(self, step: int) -> list[Address]:
+        """Return the addresses of the nodes that finish a step: the update of each trained model, and the publication
+        of the next version of the policy."""
+        return [*(Address(stage, step) for stage in update_stages(self.spec).values()), Address("publish", step + 1)]
 
     def finished_steps(self) -> list[int]:
-        """Return the numbers of the finished steps. All steps whose ledger segments are closed or whose arrays were
-        deleted are finished. A later step is finished if its updates, advantages and generated shards are all
-        committed."""
+        """Return the numbers of the finished steps. If the ledger segment of a step is closed, or its arrays were
+        deleted, this step and all steps before it are finished. A later step is finished if all its updates, advantages
+        and generated shards are committed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
         return finished_steps(self.spec, over, self.ledger.addresses(from_step=over))
 
@@ -213,7 +211,8 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
 
 
 def canary_alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
-    """Return the text of the alarm that a canary's metrics raise, or None if the metrics raise no alarm."""
+    """Return the text of the alarm that `metrics` raise, or None if they raise none. They come from a canary, which
+    compares log-probs of engine and trainer at `version`."""
     if not metrics.get("mismatch/alarm"):
         return None
     difference, limit = metrics["mismatch/canary_mean_abs"], metrics["mismatch/alarm_nats"]

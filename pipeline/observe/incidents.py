@@ -32,8 +32,8 @@ class WorkerLoss:
     rebuilt_at: float | None = None
     """Time at which the worker, or its whole gang, was rebuilt. None if it is not rebuilt yet."""
     trained_again_at: float | None = None
-    """Time at which the gang finished its first update after the loss. None if it has not finished one yet, or if the
-    gang does not train."""
+    """Time at which the gang finished its first update after the worker was lost. None if it has not finished one yet,
+    or if the gang trains no model."""
 
 
 @dataclass
@@ -45,7 +45,8 @@ class WorkerLosses:
     losses: list[WorkerLoss] = field(default_factory=list)
     """All losses, in order of time."""
     trainers: set[str] = field(default_factory=set)
-    """Names of the gangs that have had an event of an update."""
+    """Names of the gangs that train: all gangs with at least one event so far about an update (stage `update_policy` or
+    `update_critic`)."""
     _step: int = 0
     """The step that is being trained."""
     _reported: set[int] = field(default_factory=set)
@@ -90,13 +91,17 @@ class WorkerLosses:
         self.losses = [replace(loss, **change) if concerned(loss) else loss for loss in self.losses]
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
-        """Handle the end of a step. Return two things: a message about each trainer that has trained again since the
-        last call, and the metrics of these losses.
+        """Handle the end of a step, and report the trainers that have recovered since the last call. A trainer recovers
+        from the loss of a worker when it finishes an update that began after the loss.
 
-        The only metric is `trainer/lost_s`: the seconds from the loss until the trainer trained again, summed over
-        these trainers. There is no metric if no trainer has trained again. If a trainer was lost several times before
-        it trained again, its time is counted from the first loss. The messages also say how many updates were replayed,
-        according to the step's `metrics`."""
+        Return two things:
+
+        - one message for each recovered trainer. It says at which step the worker was lost, how long the rebuilding
+          took and how many updates were replayed (from `metrics`, the metrics of the step)
+        - a dictionary with the metric `trainer/lost_s`, or an empty one if no trainer has recovered. The metric is the
+          time in seconds from the loss to the end of that update, summed over the recovered trainers. If a trainer lost
+          workers several times before it recovered, its time counts from the first loss
+        """
         lost_at, self._step = self._step, step + 1
         back: dict[str, WorkerLoss] = {}
         for number, loss in enumerate(self.losses):
@@ -140,7 +145,8 @@ _WORST_FIRST = ("alarm", "lost", "recovered", "failed", "rows migrated", "warnin
 
 @dataclass(frozen=True)
 class Incident:
-    """An event that a user may want to know about."""
+    """An entry in the list of incidents that the user sees: an alarm, a lost or recovered worker, a failed attempt at a
+    node, migrated rows, or a warning."""
 
     at: float
     """Time, seconds since the epoch."""

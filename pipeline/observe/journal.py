@@ -55,7 +55,7 @@ class EventKind(StrEnum):
     rule in section `alarms` of the config."""
     ROWS_MIGRATED = "rows_moved"
     """`worker` finished a migration of rows to another replica. `detail` lists the number of accepted rows, the copied
-    bytes and the waiting times. If the replica refused rows, it also says why."""
+    bytes and the waiting times. If the other replica refused rows, `detail` also says why."""
     DEVICES_HANDED_OVER = "devices_passed"
     """The workers of `gang` released the devices that this gang shares with other gangs. `detail` contains the name of
     the gang that uses the devices next, and the duration of the release in seconds."""
@@ -96,8 +96,8 @@ class Event:
     """The version of the weights to sample with. Only SUBMITTED of stage `generate` has a version, and only if
     `rollout.versions` is `latest`."""
     cpu_s: float | None = None
-    """CPU time of the driver's process since its start, in seconds. The process includes the scheduler. Only PUBLISHED
-    has this field."""
+    """CPU time of the driver's process since its start, in seconds. It includes the scheduler, which runs in the same
+    process. Only events of kind PUBLISHED have this field; it is None in all other events."""
 
     def to_json(self) -> str:
         return codec.encode({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
@@ -190,14 +190,15 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-    """Open every part. Return (path, open file) of each part, in order.
+    """Open all files of the journal. Return (path, open file) of each, oldest first.
 
-    The newest part, `events.jsonl`, is opened first. The driver may rename it to a numbered part before the numbered
-    parts are listed. Then the list contains the same file a second time. The function recognises the file by its inode,
-    and leaves out this entry of the list and all later entries.
+    The file that is being written, `events.jsonl`, is opened first. The driver may rename it to a numbered file before
+    the numbered files are listed. It is then in that list too. The function recognises it by its inode and ends the
+    list there. Numbered files after it contain only events that were written after it was opened.
 
     Raises:
-        FileNotFoundError: there is no journal."""
+        FileNotFoundError: there is no journal.
+    """
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _list_parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _list_parts(path):

@@ -34,9 +34,10 @@ from pipeline.observe.metric_catalogue import RECENT_STEPS, find_unhealthy_numbe
 from pipeline.observe.text import escape_control_characters, plain_text, sparkline
 from storage.redaction import redacted, redacted_text
 
-UNPROVEN_PREFIX, NO_CAPABILITIES = ". Not proven: ", "nothing"
-"""Two parts of the text of an engine event. The first part separates the engine's capabilities from the guarantees that
-the run lacks. The second part replaces a list that is empty."""
+UNPROVEN_PREFIX, NOTHING_UNPROVEN = ". Not proven: ", "nothing"
+"""Two constants for the text of an engine event (`EventKind.ENGINE`). The text lists the capabilities of the engine,
+then `UNPROVEN_PREFIX`, then the guarantees that are not proven for the run. If all guarantees are proven,
+`NOTHING_UNPROVEN` follows the prefix."""
 _SHOWN_NODES = 3
 """Maximum number of nodes per gang that are listed by name. For all further nodes, only their number is shown."""
 
@@ -63,7 +64,7 @@ class Screen:
 
     console: Console
     json_lines: bool = False
-    """True if a program reads the output."""
+    """True to print each event as a JSON object on a line of its own, for a program that reads the output."""
     now: Callable[[], float] = time.time
 
     def print_event(self, kind: str, line: str | Text, **fields: object) -> None:
@@ -280,7 +281,7 @@ class Progress:
         """Report the guarantees that the run lacks because of its engine. If it lacks none, print a message only if a
         program reads the output."""
         missing = detail.partition(UNPROVEN_PREFIX)[2]
-        if self._screen.json_lines or missing != NO_CAPABILITIES:
+        if self._screen.json_lines or missing != NOTHING_UNPROVEN:
             self._print("engine", f"not proven in this run: {missing or detail}", text=detail)
 
     def _print(self, kind: str, line: str | Text, **fields: object) -> None:

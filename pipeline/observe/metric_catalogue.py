@@ -296,13 +296,15 @@ def terminal_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 def select_tracked(
     values: Mapping[str, float], meaningless: Collection[str], tracked_before: Collection[str]
 ) -> dict[str, float]:
-    """Return the metrics of a step or version to log in experiment tracking: name -> value. The metrics of `OVERVIEW`
-    are contained twice: at the beginning under their second names, and then under their own names.
+    """Return the metrics of a step or version to log in experiment tracking: name -> value. Each metric in `OVERVIEW`
+    is returned twice: first under its name that begins with `Overview/`, then under its own name. A metric of a rare
+    event (`TRACKED_IF_NONZERO`) is left out until its value is not 0 for the first time.
 
     Args:
         values: all metrics.
-        meaningless: names of metrics that have no meaning under the run's config.
-        tracked_before: names of metrics that were tracked before."""
+        meaningless: names of metrics that have no meaning under the run's config. They are left out.
+        tracked_before: names of the metrics of this run that were tracked before.
+    """
     kept = {
         name: value
         for name, value in values.items()
@@ -322,9 +324,9 @@ MIN_ENTROPY = 0.1
 """Lowest healthy entropy, in nats per token."""
 MIN_ENTROPY_FRACTION = 0.2
 """Lowest healthy entropy, as a fraction of the first step's entropy."""
-MAX_NEGATIVE_STEPS = 5
-"""The explained variance is unhealthy if it was negative in this many steps in a row. Steps without the metric do not
-count."""
+MIN_EXPLAINED_VARIANCE, MAX_NEGATIVE_STEPS = -0.05, 5
+"""The critic's explained variance is unhealthy if it was lower than this number in this many steps in a row. A critic
+that predicts a constant has 0, up to the noise of a step. Steps without the metric do not count."""
 RECENT_STEPS = 50
 """Number of recent steps that callers keep for `find_unhealthy_numbers`."""
 
@@ -353,6 +355,8 @@ def find_unhealthy_numbers(recent: Sequence[Mapping[str, float]], first_entropy:
     explained = [m["critic/explained_variance"] for m in recent if "critic/explained_variance" in m][
         -MAX_NEGATIVE_STEPS:
     ]
-    if len(explained) == MAX_NEGATIVE_STEPS and not any(value >= 0 for value in explained):
-        unhealthy.append(f"explained variance {explained[-1]:.2f} < 0 for {MAX_NEGATIVE_STEPS} steps")
+    if len(explained) == MAX_NEGATIVE_STEPS and not any(value >= MIN_EXPLAINED_VARIANCE for value in explained):
+        unhealthy.append(
+            f"explained variance {explained[-1]:.2f} < {MIN_EXPLAINED_VARIANCE:g} for {MAX_NEGATIVE_STEPS} steps"
+        )
     return unhealthy

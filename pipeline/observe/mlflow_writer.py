@@ -73,15 +73,19 @@ WINDOW_BYTES = 1 << 20
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE = 6000
-"""MLflow's limits: the number of metrics in one `log_batch`, the number of params in one `log_batch`, and the number of
-characters in the value of a param."""
+"""Three limits of MLflow. `MAX_METRICS` and `MAX_PARAMS` are the largest numbers of metrics and params in one call of
+`log_batch`. `MAX_VALUE` is the largest number of characters in the value of a param."""
 SPOOL_TAG = "stageline.spool"
 STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """The delivery of one spool to one store. A state file notes the id of the MLflow run, and two offsets up to which
-    the spool is delivered. One offset is for metrics, and one for all other items."""
+    """A client that sends the items of one spool to one MLflow store. The spool is the file in which the driver queues
+    what is to be tracked.
+
+    A state file contains the id of the MLflow run and two offsets in the spool. All metrics before the first offset are
+    delivered, and all other items before the second offset.
+    """
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
@@ -142,8 +146,9 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Mark the MLflow run as KILLED and set the tags in `if_abandoned` of the item that opened the run. Do nothing
-        if the run is not open in MLflow, for example because the driver has closed it."""
+        """Mark the MLflow run as KILLED, because the driver ended without closing it. Also set the tags that the driver
+        prepared for this case (field `if_abandoned` of the item `open` in the spool). Do nothing if the run is not open
+        in MLflow, for example because the driver has closed it."""
         if self._client is not None and self._state["open"]:
             tags = self._state.get("if_abandoned", {})
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
@@ -205,8 +210,8 @@ class SpoolWriter:
                 )
 
     def _send_unless_rejected(self, description: str, send: Callable[[], None]) -> None:
-        """Send an item by calling `send`. If the store rejects the item (HTTP status 400), report a warning and drop
-        the item, so that it does not block later items. Other errors are raised."""
+        """Send an item to MLflow by calling `send`. If MLflow's server rejects the item (HTTP status 400), report a
+        warning and drop the item. Otherwise it would block later items. Other errors are raised."""
         try:
             send()
         except MlflowException as error:
@@ -314,7 +319,8 @@ class SpoolWriter:
 
 
 def _queue_name(item: Item) -> str:
-    """Return the name of the queue of an item."""
+    """Return the name of the queue in which an item waits: `metrics` for metrics, `rest` for all other items. Each
+    queue has its own offset in the spool."""
     return "metrics" if item["kind"] == "metrics" else "rest"
 
 

@@ -46,7 +46,8 @@ class NodeEvents:
     losses: WorkerLosses = field(default_factory=WorkerLosses)
     submitted: dict[Address, SubmittedNode] = field(default_factory=dict)
     finished: OrderedDict[Address, FinishedNode] = field(default_factory=OrderedDict)
-    """The `_REMEMBERED` nodes that finished last, in order."""
+    """The finished nodes, in the order in which they finished. If there are more than `_REMEMBERED` nodes, the oldest
+    are dropped."""
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=_INCIDENTS))
     latest_event_s: float = 0.0
     """Time of the latest event, seconds since the epoch."""

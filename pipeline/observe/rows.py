@@ -244,7 +244,7 @@ class ResponsePair:
     after: str
     after_score: float
     before_kl: float | None = None
-    """KL to the reference, nats per response. None until the reference has scored the response."""
+    """KL of the response `before` to the reference, in nats. None until the reference has scored it."""
     after_kl: float | None = None
 
 
@@ -282,10 +282,12 @@ def response_pairs(history: History, decode: Decode, user_messages: Sequence[str
 
 
 def choose_pairs(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
-    """Return three pairs, chosen by the change of their scores: the largest gain, the median and the largest loss. If
-    there are fewer pairs, return all.
+    """Return three pairs of responses: the pairs with the largest gain in score, the median change and the largest
+    drop, in this order. Return all pairs if there are fewer than three.
 
-    With a fixed choice of prompts, a run could look like a success or a failure by chance."""
+    A pair consists of the responses to one prompt before and after training. The prompts are not fixed beforehand,
+    because a run could then look like a success or a failure by chance.
+    """
     by_change = sorted(pairs, key=lambda pair: pair.before_score - pair.after_score)
     places = dict.fromkeys((0, (len(by_change) - 1) // 2, len(by_change) - 1)) if by_change else ()
     return [by_change[place] for place in places]

@@ -5,14 +5,17 @@ A box is one execution of a node (pipeline/observe/timeline.py). Its last `store
 ledger. A gang is **computing** during each of its boxes, except in these seconds. The **busiest gang** is the gang that
 is busy for the longest time, so it determines the step time.
 
-    overhead_fraction = (A + B) / wall
-      A  time in which the busiest gang is busy but not computing                 (store, ledger)
-      B  time in which the busiest gang is idle although its next box is ready    (scheduling, tracking, the driver)
+    overhead_fraction   = (A + B) / wall_s
+
+    A   seconds in which the busiest gang is busy but not computing            (store, ledger)
+    B   seconds in which it is idle although its next box is ready   (scheduling, tracking, driver)
 
 A box is ready when the last parent of its node has finished. If no parent has a recorded end, the box is ready when its
-node is submitted. So waiting for another gang's result is not overhead. It counts in `idle`.
+node is submitted. While a gang waits for another gang's result, it has no ready box. So this wait is not overhead. It
+is part of `Summary.idle`.
 
-The time for which a trainer was lost (pipeline/observe/incidents.py) does not include time without a driver.
+The summary also says how long trainers were lost (`Summary.trainer_lost_s`), without the time in which no driver worked
+(pipeline/observe/incidents.py).
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from pipeline.observe.timeline import (
 from storage.address import Address
 
 _NONE: Mapping[str, float] = MappingProxyType({})
+LEARNED_T = 2.0
+"""Student's t of the gain in held-out reward, over the whole run, from which on the run counts as one that learned."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,10 @@ class StepNumbers:
     num_tokens: int
     """Number of sampled tokens."""
     staleness: Mapping[int, int]
-    """Staleness -> number of rows: the fraction of the step's tokens with this staleness, times the rows of the step,
-    rounded. The staleness of a token is the version of the weights that the step trains, minus the version that sampled
-    the token."""
+    """Staleness -> estimated number of rows of the step: the fraction of the step's tokens with this staleness, times
+    the number of rows, rounded. It is an estimate because the tokens of one row may come from several versions. The
+    staleness of a token is the version of the weights that the step trains, minus the version that sampled the token.
+    """
 
 
 @dataclass(frozen=True)
@@ -79,22 +85,23 @@ class EvalSummary:
     num_prompts: int
     """Number of prompts that are in both evaluations."""
     paired_t: float | None
-    """Student's t of the differences, paired by prompt. None for fewer than two prompts, or if all differences are
-    equal."""
+    """Student's t of the change in score from the first to the last evaluation, paired by prompt. None for fewer than
+    two prompts, or if the change is equal on all prompts."""
 
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """The loss of a worker in a gang that trains."""
+    """One case in which a gang that trains lost a worker, for example through a crash."""
 
     t: float
-    """Time of the loss, seconds since the epoch."""
+    """Time at which the worker was lost, in seconds since the epoch."""
     gang: str
     reason: str
     built_s: float | None
     """Seconds from the loss until the gang was rebuilt. None if it was not rebuilt."""
     lost_s: float | None
-    """Seconds from the loss until the gang trained again. None if it did not train again."""
+    """Seconds from the loss of the worker until the rebuilt gang finished an update. Only time in which a driver worked
+    counts. None if the gang finished no further update."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +135,7 @@ class Summary:
     idle: dict[str, float]
     """Gang -> fraction of the wall time in which its workers ran nothing: the mean over the workers."""
     alarms: int
-    """Number of versions of the weights with an alarm: engine and trainer differed by more than `mismatch.alarm_nats`,
-    or the engine seemed to have kept older weights."""
+    """Number of alarms of all rules."""
     kl_final: float | None
     """KL to the reference in the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
@@ -141,7 +147,9 @@ class Summary:
     """Total time from the loss of a trainer until it trained again, in seconds. If two of these periods overlap, the
     overlap counts once. A loss after which the trainer did not train again is not counted."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
-    """Rule of section `alarms` -> number of its alarms."""
+    """Rule of section `alarms` -> number of its alarms. For `mismatch` it is the number of versions of the weights at
+    which engine and trainer differed by more than `mismatch.alarm_nats`, or the engine seemed to have kept older
+    weights."""
     evaluations: tuple[EvaluatedVersion, ...] = ()
     """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
@@ -152,7 +160,8 @@ class Summary:
     the whole step. Empty if the config has no `predicted_s`."""
     hints: tuple[str, ...] = ()
     """Reasons why the run learned little. There is one text for each rule that raised an alarm and is in
-    `learning.ADVICE`. The text consists of the rule's last alarm and the advice."""
+    `learning.ADVICE`. The text consists of the rule's last alarm and the advice. Empty if the held-out reward has
+    grown (`LEARNED_T`)."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -190,6 +199,11 @@ def summarise(
     losses = find_worker_losses(log, rebuilt_together)
     lost = [(loss.lost_at, loss.trained_again_at) for loss in losses.losses if loss.trained_again_at is not None]
     by_step = [s for _, s in sorted({s.step: s for s in steps}.items())]
+    compared = _compare_evaluations(evaluations)
+    alarms = [e for e in log if e.kind is EventKind.ALARM]
+    by_rule = Counter(e.rule for e in alarms if e.rule is not None)
+    if mismatched := {e.step for e in alarms if e.rule is None}:
+        by_rule["mismatch"] = len(mismatched)
     return Summary(
         steps=len(by_step),
         wall_s=wall_s,
@@ -198,15 +212,15 @@ def summarise(
         stage_s=_stage_s(all_boxes),
         overhead_fraction=_ratio(overhead_s, wall_s),
         staleness=_staleness(by_step),
-        eval=_compare_evaluations(evaluations),
+        eval=compared,
         reward=[s.reward for s in by_step],
         kl=[s.kl for s in by_step],
         versions={"weights": len({e.step for e in log if e.kind is EventKind.PUBLISHED}), **software},
         overlap_fraction=_ratio(total_length(overlap_periods(all_boxes)), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),
-        alarms=len({e.step for e in log if e.kind is EventKind.ALARM and e.rule is None}),
-        alarms_by_rule=dict(Counter(e.rule for e in log if e.kind is EventKind.ALARM and e.rule is not None)),
+        alarms=by_rule.total(),
+        alarms_by_rule=dict(by_rule),
         kl_final=by_step[-1].kl if by_step else None,
         distinct_bigrams={
             "before": evaluations[0].distinct_bigrams if evaluations else None,
@@ -227,12 +241,16 @@ def summarise(
         evaluations=tuple(map(reduce_to_means, evaluations)),
         best=None if best is None else reduce_to_means(best),
         predictions=_predictions(predicted_s, _stage_s(all_boxes) | {"step": wall_s}, len(by_step)),
-        hints=_hints(log),
+        hints=_hints(alarms, compared),
     )
 
 
-def _hints(log: Sequence[Event]) -> tuple[str, ...]:
-    last = {e.rule or "": e for e in log if e.kind is EventKind.ALARM and e.rule in ADVICE}
+def _hints(alarms: Sequence[Event], compared: EvalSummary | None) -> tuple[str, ...]:
+    """Return advice for each rule of `ADVICE` that raised an alarm. Return none if the held-out reward has grown by
+    more than chance explains (`LEARNED_T`): then the run has learned."""
+    if compared is not None and (compared.paired_t or 0.0) >= LEARNED_T:
+        return ()
+    last = {e.rule or "": e for e in alarms if e.rule in ADVICE}
     return tuple(f"after {(e.step or 0) + 1} steps: {e.detail}. Advice: {ADVICE[rule]}" for rule, e in last.items())
 
 
@@ -269,7 +287,13 @@ def _overhead_s(
     parents: Mapping[Address, Sequence[Address]],
     periods: Sequence[Interval],
 ) -> float:
-    """Return A + B of the docstring of this module, in seconds. `busiest_boxes` are the boxes of the busiest gang."""
+    """Return the overhead of a run in seconds: the time in which the busiest gang works on store and ledger, plus the
+    time in which it is idle although the parents of its next node have finished.
+
+    Args:
+        busiest_boxes: the executions of nodes on the busiest gang.
+        periods: the periods in which a driver worked.
+    """
     busy = merge_intervals((b.start_s, b.end_s) for b in busiest_boxes)
     computing = merge_intervals((b.start_s, b.end_s - b.store_s) for b in busiest_boxes)
     submitted = {
@@ -413,9 +437,8 @@ def summary_lines(summary: Summary) -> list[Headline]:
         times = f"{len(summary.trainer_losses)} times" if len(summary.trainer_losses) > 1 else "once"
         lost = f"{summary.trainer_lost_s:.1f} s until it trained again"
         lines.append(Headline("lost", "trainer lost", times, lost))
-    by_rule = {"mismatch": summary.alarms, **summary.alarms_by_rule}
-    if number := sum(by_rule.values()):
-        rules = ", ".join(f"{rule} {count}" for rule, count in by_rule.items() if count)
-        lines.append(Headline("alarms", "alarms", str(number), f"{rules}; events.jsonl says when and why"))
+    if summary.alarms:
+        rules = ", ".join(f"{rule} {count}" for rule, count in summary.alarms_by_rule.items())
+        lines.append(Headline("alarms", "alarms", str(summary.alarms), f"{rules}; events.jsonl says when and why"))
     lines += [Headline("hint", "hint", hint) for hint in summary.hints]
     return lines

@@ -1,5 +1,5 @@
-"""Tables for the terminal, as objects of the library rich: the end of a run, `stageline inspect`, and the predicted
-memory."""
+"""Tables for the terminal, as objects of the library rich. They show the results of a run, its held-out responses, the
+rows of a step (`stageline inspect`), the predicted memory and the placement of workers."""
 
 from __future__ import annotations
 

@@ -25,10 +25,15 @@ and not 0."""
 
 
 def format_number(value: float, *, with_sign: bool = False) -> str:
-    """Return a number as text with three decimals: 0.250. If the number is too small or too large for this, the text
-    has at most three significant digits: 3.1e-05, 1.25e+30. NaN becomes nan. Rounding errors become 0.000.
+    """Return a number as text. Its absolute value decides the form:
 
-    If `with_sign` is true, 0 and positive numbers begin with +."""
+    - below 1e-6: 0.000, because the number counts as a rounding error
+    - from 1e-6 to below 0.0005: at most three significant digits, such as 3.1e-05
+    - from 0.0005 to below 1e6: three decimals, such as 0.250
+    - 1e6 and above: at most three significant digits, such as 1.25e+30
+
+    NaN becomes nan. If `with_sign` is true, 0 and positive numbers begin with +.
+    """
     if abs(value) < _NOTHING:
         value = 0.0  # avoid -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"

@@ -177,11 +177,13 @@ class Timeline:
     """Start of the first box of the run."""
     end_s: float
     middle_period: Interval | None
-    """The period of the middle steps, which plots enlarge. None if there are few steps."""
+    """Start and end of the period in which the middle steps of the run were trained (`middle_window`). Plots show this
+    period enlarged. None if few steps were trained."""
     num_boxes: int
     """Number of boxes of the run. The lanes contain fewer if the run is long."""
     gaps: Sequence[Interval] = ()
-    """Periods in which no driver worked, in order. Their times are clock times, from which no gaps are subtracted."""
+    """Periods in which no driver worked, in order. Each has its true start and end, in seconds since the epoch. All
+    other times in this record are reduced by the total length of the periods before them."""
 
     def without_gaps(self, t: float) -> float:
         """Convert a clock time to a time of this timeline: subtract the length of all gaps before the clock time."""

@@ -82,7 +82,7 @@ class Dataset:
     name: str
     digest: str
     source: str
-    """URL or path."""
+    """URL or path from which the prompts were read."""
     context: Literal["training", "evaluation"]
     num_rows: int
 
@@ -341,10 +341,17 @@ class MlflowTracker:
 
 
 def deliver(spool_path: Path, target: str, timeout_s: float = 60.0) -> Delivery:
-    """Deliver the remaining items of a spool to an MLflow URI or to a further sink.
+    """Deliver the items in a run's spool to a tracker: an MLflow store (`target` is its URI) or a tracker of
+    `tracking.also` (`target` is its name). Return the state of the delivery.
 
-    If `target` is the URI to which the spool was last delivered, only the remaining items are sent. Any other URI gets
-    the whole run. The call lasts at most `timeout_s` seconds, plus `IMPORT_GRACE_S` for the start of the writer."""
+    - The MLflow store that got the last delivery of this spool gets only the missing items.
+    - Any other MLflow store gets the whole run.
+    - `tensorboard` gets only the missing items.
+    - `wandb` gets the whole run again, in place of what was written before.
+
+    The call lasts at most `timeout_s` seconds, plus `IMPORT_GRACE_S` for the start of the process that delivers the
+    items.
+    """
     return _Writer(target, spool_path, timeout_s).finish()
 
 
@@ -362,8 +369,9 @@ def opening_hint(uri: str, experiment: str | None = None) -> str:
 
 
 def sink_hints(names: Iterable[str], run_dir: Path) -> dict[str, str]:
-    """Return a dictionary: label of a further sink -> command that shows or uploads the files that the sink has
-    written."""
+    """Return a dictionary with one entry for each tracker in `names`, the trackers besides MLflow (`tensorboard`,
+    `wandb`). The key is the tracker's label. The value is the shell command that shows or uploads the files that were
+    written for this tracker."""
     commands = {
         "tensorboard": ("TensorBoard", f"tensorboard --logdir {run_dir / 'tensorboard'}"),
         "wandb": ("Weights & Biases", f"wandb sync {run_dir / 'wandb'}/offline-run-*"),
@@ -430,11 +438,12 @@ class _Writer:
             LOG.warning("the writer for %s ended early; see %s", self._target, self._log)
 
     def finish(self, timeout_s: float | None = None) -> Delivery:
-        """Wait until the writer has delivered the remaining items and ended. Return the state of the delivery.
+        """Wait until the writer process has delivered the remaining items and ended. Return the state of the delivery.
 
         The wait lasts at most `timeout_s` seconds. None means the writer's own time limit plus `IMPORT_GRACE_S`. A
-        writer that has not ended by then is killed. Its interrupted delivery is repeated later, which changes nothing
-        in MLflow."""
+        writer that has not ended by then is killed. The remaining items can be delivered later. Some items may then be
+        sent again, but no item appears twice in MLflow.
+        """
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

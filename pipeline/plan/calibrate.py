@@ -1,16 +1,18 @@
 """Fit a calibration to the nodes that runs executed.
 
-The fit finds three numbers for each kind of work: `efficiency` (share of the hardware's peaks, up to 1), `call_s`
-(seconds of a call) and `node_s` (fixed seconds of a node). The roofline is the node's seconds at the hardware's peaks:
+The fit finds four numbers for each kind of work: `efficiency` and `element_efficiency` (shares of the hardware's peaks,
+up to 1), `call_s` (seconds of a call) and `node_s` (fixed seconds of a node). `elements` are the node's seconds of
+element-wise operations on a CPU, and `roofline` are all its other seconds, at the hardware's peaks:
 
-    seconds - collectives  ~  roofline / efficiency + calls * call_s + node_s
+    seconds - collectives  ~  roofline / efficiency + elements / element_efficiency + calls * call_s + node_s
 
-The method is least squares of relative errors. Outliers count less (Huber's weights). The three numbers are weakly
-pulled toward their usual proportions (`typical`, scaled to these runs). If the nodes differ in all three terms, the
-data decides. If not (one run with shards of equal size), the proportions stay as assumed, and the kind of work is
-listed as extrapolated.
+The method is least squares of relative errors. Outliers count less (Huber's weights). The four numbers are weakly
+pulled toward their usual proportions (`typical`, scaled to these runs). The pull on a number is in proportion to the
+share of the seconds that is assumed for its term: a term that was taken for small may become large. If the nodes differ
+in all terms, the data decides. If not (one run with shards of equal size), the proportions stay as assumed, and the
+kind of work is listed as extrapolated.
 
-On CPUs, if runs had different numbers of threads, the three numbers are fitted for many values of `thread_share`. The
+On CPUs, if runs had different numbers of threads, the four numbers are fitted for many values of `thread_share`. The
 value with the smallest errors is taken.
 
 The journal tells how long each node worked on store and ledger. The fit explains only the rest of a node's seconds.
@@ -31,7 +33,7 @@ import numpy as np
 
 from pipeline.config.hardware import HardwareCluster
 from pipeline.errors import ConfigError
-from pipeline.plan.calibration import KINDS, STAGE_KIND, Calibration, StageSpeed, typical
+from pipeline.plan.calibration import ELEMENTS, KINDS, STAGE_KIND, Calibration, StageSpeed, typical
 from pipeline.plan.cost import Costs, costs_of, decoding_work
 from pipeline.plan.decode import Decoded, RowQueue
 from pipeline.plan.observed import Observed, ObservedRun
@@ -39,15 +41,17 @@ from pipeline.plan.training import Work
 from stages.models.protocol import Role
 
 FEWEST_STEPS = 4
-"""Minimum number of steps of a run to calibrate from. The first node of each stage on a worker is left out, and three
-more steps show the scatter."""
+"""Minimum number of steps of a run to calibrate from. If a worker runs a stage once per step, the first of its 4 nodes
+is not measured. The other 3 show the scatter of the seconds."""
 _ROUNDS = 4
 """Number of rounds of the fit. A round fits the speed of the engines, and then uses it to compute again which work an
 engine did during each shard."""
 _PULL = 0.1
-"""Weight of the pull toward the usual proportions in the fit. One measured node has the weight 1."""
+"""Weight of the assumed speed in the fit. One measured node has the weight 1. The assumed speed is first scaled as a
+whole to the measured seconds. Then it pulls the fitted numbers toward its own, each with its term's assumed share."""
 _INDISTINCT = 30.0
-"""If the condition number of the fit's matrix reaches this value, the fit cannot tell the three numbers apart."""
+"""Limit of the condition number of the fit's matrix. At this value or above, the fit cannot tell the numbers of a speed
+apart."""
 _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
 """Values of `Calibration.thread_share` that the fit tries."""
 _OUTLIER = 0.2
@@ -62,7 +66,10 @@ class Measurement:
     seconds: float
     """Measured seconds, minus the predicted seconds of collectives."""
     roofline: float
+    """Seconds at the hardware's peaks, without `elements`."""
     calls: float
+    elements: float = 0.0
+    """Seconds of element-wise operations at the hardware's peak."""
     store_s: float = 0.0
     """Part of `seconds` that was spent on store and ledger; 0: not measured."""
     beside: bool = False
@@ -109,8 +116,12 @@ def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
 def _fit_kinds(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration
 ) -> tuple[Calibration, dict[str, Any], list[str]]:
-    """Return three things: the argument `usual`, which the fit belongs to; the fitted fields of a calibration
-    (name -> value); and the kinds of work whose numbers are partly assumed."""
+    """Fit the speed of each kind of work to the executed nodes of the runs. Return three things:
+
+    - `usual`, unchanged, because the fitted speeds are valid only with its other fields, such as `thread_share`
+    - the fitted fields of a calibration: name -> value
+    - the kinds of work whose numbers are partly assumed, because the measured nodes do not determine them
+    """
     samples = samples_of(runs, cluster, usual)
     for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
         if decoded := [sample for sample in samples if sample.kind == "generate"]:
@@ -131,9 +142,12 @@ def _fit_kinds(
 
 
 def _error(speeds: Mapping[str, Any]) -> float:
-    """Return the mean variance (`scatter` squared) of measured / predicted seconds of generation, forward passes and
-    updates. Each kind counts with its number of measured nodes. Only these kinds divide their arithmetic among threads.
-    Return 0 if none of them was measured."""
+    """Return the error of fitted speeds. The error serves to choose `thread_share`. So only the kinds of work that use
+    several threads count: generation, forward passes and updates.
+
+    The error of one kind is the square of its `scatter`, the standard deviation of measured / predicted seconds. The
+    result is the mean over the kinds, weighted by their numbers of measured nodes. It is 0 if none was measured.
+    """
     fitted = [speeds[kind] for kind in ("generate", "forward", "update")]
     measured = [speed for speed in fitted if speed.scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
@@ -171,16 +185,24 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
             if node.seconds > links:
                 kind, seconds = STAGE_KIND[node.node.stage], node.seconds - links
                 stored = min(node.store_s, seconds)
-                measurements.append(Measurement(kind, seconds, work.roofline, work.calls, stored, _is_beside(node)))
+                elements = work.parts.get(ELEMENTS, 0.0)
+                roofline = work.roofline - elements
+                measurements.append(
+                    Measurement(kind, seconds, roofline, work.calls, elements, stored, _is_beside(node))
+                )
         refit = costs.refit_work()
         measurements += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
     return measurements
 
 
 def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
-    """Yield each publication of a run, and each other node whose responses are still stored, with its work at the
-    hardware's peaks. The work of a generated shard is all work that its engine did between the start and the end of the
-    shard, including the work for other shards."""
+    """Yield (node, its work) for nodes that a run executed. The work (`Work`) has the seconds that the node would take
+    at the hardware's peak rates. All publications of weights are included. Other nodes are included if the responses
+    that they worked on are still stored.
+
+    The work of a generated shard is everything that its engine did while the shard ran, including work for other
+    shards.
+    """
     stored = [node for node in one.nodes if node.lengths or node.node.stage == "publish"]
     by_engine: dict[str, list[Observed]] = {}
     for node in stored:
@@ -197,10 +219,11 @@ def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
 def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
-    """Replay the shards of one engine (`nodes`). Yield (index in `nodes`, the engine's work while the shard ran) for
-    each shard. A shard joins `queue` at its measured start. It leaves `queue` at the predicted end of its rows, or at
-    their measured end if that is earlier. `after_s`: seconds that each shard's store and commit take after the end of
-    its rows."""
+    """Replay the shards of one engine (`nodes`). Yield a pair for each shard: its index in `nodes`, and the predicted
+    work of the engine from the shard's start to the end of its rows. A shard joins `queue` at its measured start. It
+    leaves `queue` at the predicted end of its rows, or at their measured end if that is earlier. `after_s`: for each
+    shard, the seconds between the end of its rows and the end of its node, in which the output is stored and committed.
+    """
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
@@ -219,37 +242,44 @@ def _replayed(
 
 
 def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, bool]:
-    """Return two things: the speed that fits these measurements, and True if the measurements determine all numbers of
-    this speed. If the measurements do not, the numbers keep the proportions of `usual` as far as possible."""
+    """Fit a speed to measurements. Return the speed and a flag.
+
+    The flag is True if the measurements determine all numbers of the speed. If it is False, the numbers keep, as far as
+    possible, the ratios that they have in `usual`.
+    """
     seconds = np.array([sample.seconds for sample in samples])
     stored = np.array([sample.store_s for sample in samples])
-    columns = np.array([[sample.roofline, sample.calls, 1.0] for sample in samples])
+    columns = np.array([[sample.roofline, sample.elements, sample.calls, 1.0] for sample in samples])
     # apart from store and ledger a node has few fixed seconds: start with those of one call
     besides = usual.call_s if stored.any() and usual.call_s else usual.node_s
-    start = np.array([1 / usual.efficiency, usual.call_s, besides])
+    start = np.array([1 / usual.efficiency, 1 / usual.element_efficiency, usual.call_s, besides])
     start *= np.median((seconds - stored) / (columns @ start))
-    start[0] = max(start[0], 1.0)
+    start[:2] = np.maximum(start[:2], 1.0)
     used = columns.any(axis=0)
-    least = np.array([1 / start[0], 0.0, 0.0])[used]
+    least = np.array([*1 / start[:2], 0.0, 0.0])[used]
+    assumed = (columns * start)[:, used]
+    pull = np.sqrt(_PULL) * (assumed / assumed.sum(axis=1)[:, None]).mean(axis=0)
     factors, outlying = np.ones(int(used.sum())), np.ones(len(samples))
     for _ in range(20):
         # errors are relative to the prediction: relative to the measurement, short nodes would count too much
         predicted = (columns * start)[:, used] @ factors + stored
         scaled = (columns * start)[:, used] / predicted[:, None]
-        rows = np.vstack([scaled * outlying[:, None], np.sqrt(_PULL) * np.eye(len(factors))])
-        target = np.concatenate([(seconds - stored) / predicted * outlying, np.full(len(factors), np.sqrt(_PULL))])
+        rows = np.vstack([scaled * outlying[:, None], np.diag(pull)])
+        target = np.concatenate([(seconds - stored) / predicted * outlying, pull])
         factors = least + _not_negative(rows, target - rows @ least)
         errors = np.abs(seconds / predicted - 1)
         outlying = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(errors, 1e-12)))
     fitted = start.copy()
     fitted[used] *= factors
     store_s, beside_s = _stores(samples)
-    fitted[2] += store_s
+    fitted[3] += store_s
     ratios = seconds / (columns @ fitted + beside_s * np.array([sample.beside for sample in samples]))
     speed = StageSpeed(
         efficiency=min(1.0, float(1 / fitted[0])),
-        call_s=float(fitted[1]),
-        node_s=float(fitted[2]),
+        element_efficiency=min(1.0, float(1 / fitted[1])) if columns[:, 1].any() else 1.0,
+        call_s=float(fitted[2]),
+        node_s=float(fitted[3]),
+        store_s=store_s,
         scatter=float(np.std(ratios)),
         nodes=len(samples),
     )
@@ -257,9 +287,12 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return two means of seconds on store and ledger: of nodes that ran alone on their worker, and the additional
-    seconds of nodes that ran beside others. If there were no additional seconds, or if all or none of the nodes ran
-    alone, return the mean of all nodes and 0."""
+    """Return two numbers of seconds per node. The first is the mean time that a node spends on store and ledger if it
+    runs alone on its worker. The second is the additional time if other nodes run on the worker at the same time.
+
+    Return the mean of all nodes and 0 in two cases: only one of the two kinds of nodes was measured, or nodes beside
+    others took no longer.
+    """
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
@@ -284,7 +317,7 @@ def _distinct(columns: np.ndarray) -> bool:
 
 
 def _not_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises |rows x - target|. There are at most three variables, so all choices of which
+    """Return the x >= 0 that minimises |rows x - target|. There are at most four variables, so all choices of which
     variables are 0 are tried."""
     best, fewest = np.zeros(rows.shape[1]), float(target @ target)
     for size in range(1, rows.shape[1] + 1):

@@ -24,10 +24,13 @@ CALIBRATION = "--calibration"
 """The option that names a calibration file. A ConfigError names this option as the setting at fault if the file is
 missing or belongs to other hardware."""
 LEAST_EFFICIENCY = 0.01
-"""Lowest efficiency of a scaled calibration. If a step time needs a lower efficiency, the hardware is not what limits
-the step."""
+"""Lowest efficiency that `scaled` accepts when it fits a calibration to a known step time. If a lower efficiency would
+be needed, the hardware is not what limits the step."""
 STEP_SECONDS = "--step-seconds"
-"""The option with a published step time. Each ConfigError about this time names the option as the setting at fault."""
+"""The command-line option for a known time of one step, for example from a paper. A ConfigError about this time names
+the option as the setting at fault."""
+ELEMENTS = "element-wise operations"
+"""The part of a node's work (`training.Work`) that has an efficiency of its own, `StageSpeed.element_efficiency`."""
 _SHARE = Constraint("above 0 and at most 1", lambda share: 0 < share <= 1)
 
 
@@ -38,16 +41,25 @@ class StageSpeed:
     efficiency: float = setting(1.0, _SHARE)
     """Share of the hardware's peak that the work reaches: the peak of arithmetic or of memory bandwidth, whichever
     limits the work."""
+    element_efficiency: float = setting(1.0, _SHARE)
+    """The same for element-wise operations on CPUs, such as norms and softmax. 1 for kinds of work that do not count
+    them separately."""
     call_s: float = setting(0.0, at_least(0))
     """Additional seconds of each call, for launches and Python. Engines make one call per decoding pass. Scoring and
     advantage nodes make one per row. Forward passes and updates make one per transformer block and micro-batch (in an
     update, forward and backward together). On a CPU, each row of a decoding pass adds a part of a call."""
     node_s: float = setting(0.0, at_least(0))
     """Additional seconds of each node, for reading and writing the store and for the commit."""
+    store_s: float = setting(0.0, at_least(0))
+    """Part of `node_s`, at the end of a node, in which its output is stored and committed."""
     scatter: float | None = setting(None, at_least(0))
     """Spread of measured / predicted seconds, as a standard deviation; null: nothing was measured."""
     nodes: int = setting(0, at_least(0))
     """Number of nodes that were measured."""
+
+    def peak_share(self, part: str) -> float:
+        """Return the share of the hardware's peak that a part of the work reaches. `part`: a name in `Work.parts`."""
+        return self.element_efficiency if part == ELEMENTS else self.efficiency
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,8 @@ class Calibration:
     """Hardware that the calibration is for: a name of `conf/hardware`, or the path of a file. The efficiencies are
     shares of its peaks."""
     generate: StageSpeed = field(default_factory=StageSpeed)
-    """Speed of engines: in training steps, evaluations and canaries."""
+    """Speed of engines: in training steps, in evaluations and in canaries. A canary is a node that compares engine and
+    trainer at one version of the weights."""
     forward: StageSpeed = field(default_factory=StageSpeed)
     """Speed of the forward passes of reference, policy and critic."""
     update: StageSpeed = field(default_factory=StageSpeed)
@@ -130,13 +143,13 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
     block launches about 20 kernels of 5 us forward, and twice as many backward. CPUs: 30 % of the peak. A block of a
     tiny model takes one thread 1 ms forward and 3 ms backward, measured with torch 2.13 and Megatron's blocks.
     """
-    share, block_s = (0.45, 1e-4) if on_gpus else (0.3, 1e-3)
+    share, elements, block_s = (0.45, 1.0, 1e-4) if on_gpus else (0.3, 0.3, 1e-3)
     return Calibration(
         description="assumed, not measured",
         hardware=hardware,
         generate=StageSpeed(0.6 if on_gpus else share, call_s=2e-3, node_s=0.02),
-        forward=StageSpeed(share, call_s=block_s, node_s=0.02),
-        update=StageSpeed(share, call_s=(3 if on_gpus else 4) * block_s, node_s=0.02),
+        forward=StageSpeed(share, elements, call_s=block_s, node_s=0.02),
+        update=StageSpeed(share, elements, call_s=(3 if on_gpus else 4) * block_s, node_s=0.02),
         publish=StageSpeed(0.5, node_s=0.02),
         refit=StageSpeed(0.5, node_s=0.02),
         score=StageSpeed(share, call_s=1e-4, node_s=0.02),
@@ -147,16 +160,20 @@ def typical(hardware: str, *, on_gpus: bool) -> Calibration:
 
 
 def scaled(calibration: Calibration, predicted_s: float, step_s: float, description: str) -> Calibration:
-    """Return a calibration by which everything takes `step_s` / `predicted_s` times as long. The share of each stage in
-    the step stays the same. The new speeds have no `scatter`, because only the time of a whole step is known. Raises
-    ConfigError if an efficiency would be above 1 or below `LEAST_EFFICIENCY`.
+    """Return a calibration in which every node and every overhead takes `step_s` / `predicted_s` times as long. The
+    share of each stage in the step stays the same. The new speeds have no `scatter` (spread of measured / predicted
+    seconds): it is None, because only the time of a whole step is known.
 
     Args:
-        predicted_s: seconds of a step by `calibration`.
-        step_s: seconds that the step is to take.
+        predicted_s: seconds of a step as predicted with `calibration`.
+        step_s: seconds that a step should take with the new calibration.
+
+    Raises:
+        ConfigError: an efficiency would be above 1 or below `LEAST_EFFICIENCY`.
     """
     speeds_now: list[StageSpeed] = [getattr(calibration, kind) for kind in KINDS]
     shares = [*(speed.efficiency for speed in speeds_now), calibration.link_efficiency]
+    shares += [speed.element_efficiency for speed in speeds_now if speed.element_efficiency < 1]
     factor, least, most = step_s / predicted_s, max(shares), min(shares) / LEAST_EFFICIENCY
     if not least <= factor <= most:
         need = (
@@ -167,7 +184,10 @@ def scaled(calibration: Calibration, predicted_s: float, step_s: float, descript
         raise ConfigError(STEP_SECONDS, f"given {step_s:g}; {need}")
 
     def slower(speed: StageSpeed) -> StageSpeed:
-        return StageSpeed(speed.efficiency / factor, speed.call_s * factor, speed.node_s * factor)
+        elements = speed.element_efficiency if speed.element_efficiency == 1 else speed.element_efficiency / factor
+        return StageSpeed(
+            speed.efficiency / factor, elements, speed.call_s * factor, speed.node_s * factor, speed.store_s * factor
+        )
 
     speeds: dict[str, Any] = {kind: slower(getattr(calibration, kind)) for kind in KINDS}
     return replace(

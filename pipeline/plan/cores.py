@@ -39,7 +39,12 @@ def thread_speedup(threads: int, share: float) -> float:
 
 
 class SharedClock:
-    """The clock of work of one host (explained at the top of this file). Time only moves forward."""
+    """A clock that shows how far the running nodes of one host have come, in seconds of work. A node that would take s
+    seconds alone ends when the clock has advanced by s.
+
+    In one second of real or simulated time, the clock advances by min(1, cores / working threads) seconds. So it is
+    slower while more threads work than there are cores. Times must not decrease from call to call.
+    """
 
     def __init__(self, cores: int, now: float = 0.0) -> None:
         self._cores, self._threads, self._rate = cores, 0.0, 1.0
@@ -49,7 +54,8 @@ class SharedClock:
         work so far would have taken this many seconds without other nodes."""
 
     def advance(self, now: float) -> float:
-        """Advance to the time `now`. Return the reading of the clock (`work`) then."""
+        """Move on to the time `now`, in seconds. Return the new reading (`work`): the progress of the nodes, in seconds
+        that they would need alone."""
         self.work += (now - self._now) * self._rate
         self._now = now
         return self.work
@@ -61,7 +67,8 @@ class SharedClock:
         self._rate = min(1.0, self._cores / max(1.0, self._threads))
 
     def time_of(self, work: float) -> float:
-        """Return the time at which the clock reaches `work` if no threads come or go."""
+        """Return the time, in seconds, at which this clock will read `work` seconds of work. The number of working
+        threads is assumed to stay the same until then."""
         return self._now + (work - self.work) / self._rate
 
 
@@ -72,9 +79,12 @@ def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
 
 
 def working_threads(config: RunConfig, share: float) -> dict[str, float]:
-    """Return gang's name -> effective number of threads of one working replica, or of all ranks of an ordered gang
-    together. The t threads of a process count as `thread_speedup(t, share)`. Gangs that compute no models are left out,
-    because they mostly wait."""
+    """Return gang's name -> effective number of threads while the gang works. If the workers of the gang are replicas,
+    the number is for one replica. If they are ranks, it is for all ranks together.
+
+    A process with t threads counts as `thread_speedup(t, share)` threads. `share` is the fraction of the work that the
+    threads divide among themselves (Amdahl's law). Gangs that compute no models are left out, because they mostly wait.
+    """
     threads_of = {}
     for gang in config.gangs():
         if gang.roles & {Role.GENERATE, *MODEL_ROLES} or (Role.SCORE in gang.roles and config.scoring_models()):
@@ -88,8 +98,12 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
 ) -> dict[float, float]:
-    """Return time -> reading of the clock of work. The keys are all times at which an execution (one of `boxes`) starts
-    or ends, or the driver starts or ends its work.
+    """Return time -> progress until then of a node that has run since the beginning. The progress is in seconds of
+    work: the seconds that the node would have needed alone on the host. It is the reading of a `SharedClock`, which
+    runs slower while more threads work than there are cores.
+
+    The keys are the times at which an execution of a node (one of `boxes`) starts or ends, and the times at which the
+    driver starts or ends its work after an execution.
 
     Args:
         threads: gang's name -> effective number of threads (`working_threads`). A gang that is not listed needs no

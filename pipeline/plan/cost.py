@@ -37,7 +37,7 @@ from pipeline.plan.training import (
     forward_work,
     gang_speed,
     rows_of,
-    rows_of_shards,
+    rows_of_nodes,
 )
 from pipeline.plan.training import update_work as work_of_update
 from stages.models.flops import forward_flops
@@ -51,9 +51,9 @@ _CORE_FLOPS = 243.2e9
 """Float32 FLOP/s of one CPU core, from conf/hardware/cpu.yaml. On a node with GPUs, reward models run on such cores."""
 
 _ROW_CALLS = 1 / 16
-"""Number of calls that each row adds to a pass of the embedded engine on a CPU. A pass of the tiny model took 0.4 ms
-and some 25 us more for each row (passes of 8, 16 and 32 rows on an AMD EPYC). On GPUs nothing was measured, and rows
-are assumed to add no calls."""
+"""Fixed cost of each row in a decoding pass of the embedded engine on a CPU, as a multiple of the fixed cost of the
+pass (`StageSpeed.call_s`). A pass of the tiny model took 0.4 ms and some 25 us more for each row (passes of 8, 16 and
+32 rows on an AMD EPYC). On GPUs nothing was measured, and rows are assumed to have no fixed cost."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Costs:
     """Mean number of tokens of a prompt."""
     gangs: Mapping[str, Gang]
     models: Mapping[str, GangSpeed]
-    """Gang's name -> its models and peaks. Only gangs that hold models are listed."""
+    """Gang's name -> the models of the gang, with the peak FLOP/s and memory bandwidth of its ranks. Only gangs that
+    hold models are listed."""
     engine: DecodeSpeed
     trunk_stages: frozenset[str]
     """Stages that compute the model's frozen blocks for their rows. Other stages reuse the outputs of these blocks from
@@ -83,12 +84,11 @@ class Costs:
         """
         return self._total(self.work(node, lengths), self.speed_of(node.stage)) + self.calibration.turnaround_s
 
-    def seconds_of_shards(self, node: Node, lengths: Sequence[Sequence[int]]) -> list[float]:
-        """Return the `seconds` of one stage's nodes, one number per shard, computed together. `node`: any node of the
-        stage. `lengths`: for each shard, the number of tokens of each response. All shards must have the same number of
-        rows. Stages that decode are not supported."""
-        work = self._work(node.stage, rows_of_shards(self.prompt_tokens, np.array(lengths)))
-        total = self._total(work, self.speed_of(node.stage)) + self.calibration.turnaround_s
+    def seconds_of_nodes(self, stage: str, lengths: np.ndarray) -> list[float]:
+        """Return the `seconds` of many nodes of one stage, computed together. `lengths`: tokens of the responses that
+        each node works on (nodes, rows). Stages that decode, and canaries, are not supported."""
+        work = self._work(stage, rows_of_nodes(self.prompt_tokens, lengths))
+        total = self._total(work, self.speed_of(stage)) + self.calibration.turnaround_s
         seconds: list[float] = np.broadcast_to(total, len(lengths)).tolist()
         return seconds
 
@@ -120,6 +120,15 @@ class Costs:
         alone = self.calibration.generate.node_s + self.calibration.turnaround_s
         return alone + self.calibration.beside_s * beside
 
+    def behind_s(self, gang: str, stage: str) -> float:
+        """Return the seconds at the end of a node in which its worker already computes the next node of the gang
+        (`pipeline/workers/turns.py`). 0 unless the gang has a single rank. 0 for updates and publications too: their
+        worker may not go on before the commit."""
+        of_gang = self.gangs[gang]
+        if not of_gang.is_ordered or of_gang.max_submitted_nodes == 1 or STAGE_KIND[stage] in ("update", "publish"):
+            return 0.0
+        return self.speed_of(stage).store_s
+
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads new weights. A replica does this before its first shard of
         another version."""
@@ -141,11 +150,13 @@ class Costs:
     def _total(self, work: Work, speed: StageSpeed) -> Numbers:
         """Return the calibrated seconds of a node's work, including the fixed costs of its calls and of the node."""
         links = sum(work.links.values()) / self.calibration.link_efficiency
-        return sum(work.parts.values()) / speed.efficiency + links + work.calls * speed.call_s + speed.node_s
+        peak = sum(seconds / speed.peak_share(name) for name, seconds in work.parts.items())
+        return peak + links + work.calls * speed.call_s + speed.node_s
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
-        """Return cause -> its part of `_total`. Parts of 0 seconds are left out."""
-        parts = {name: seconds / speed.efficiency for name, seconds in work.parts.items()}
+        """Divide the seconds that `_total` returns for this work among their causes, such as arithmetic, a kind of
+        collective, or the fixed costs of calls. Return cause -> seconds. Causes with 0 seconds are left out."""
+        parts = {name: seconds / speed.peak_share(name) for name, seconds in work.parts.items()}
         parts |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
         parts |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
         return {name: seconds for name, seconds in parts.items() if seconds}
@@ -161,8 +172,8 @@ class Costs:
         return self._work(node.stage, rows_of(self.prompt_tokens, lengths))
 
     def _work(self, stage: str, rows: Rows) -> Work:
-        """Return the work of a node of `stage` with these rows. If `rows` describes several shards, the work may have
-        arrays with one number per shard. The stages `generate` and `evaluate` are not supported."""
+        """Return the work of a node of `stage` with these rows. If `rows` describes several nodes, the work may have
+        arrays with one number per node. The stages `generate` and `evaluate` are not supported."""
         config, gang = self.run.config, self.gang_of(stage)
         match stage:
             case "canary":
@@ -203,8 +214,8 @@ class Costs:
         return Work({ARITHMETIC: operations / rate}, {}, rows.count)
 
     def _publication(self, gang: Gang) -> Work:
-        """Return the work of a publication: to write the trained weights to the board of published weights, and to send
-        the parts that ranks on other nodes hold."""
+        """Return the work of a publication: the trained weights are written to the board of published weights. Ranks on
+        other nodes send their parts to the node of the board."""
         layout, num_bytes = self.run.config.placement.gangs[gang.name].layout, self._published_bytes
         # ranks are numbered stage by stage: all data-parallel copies of a stage come before the next stage
         per_stage, here = gang.workers // layout.pipeline, self.cluster.gpus_per_node or gang.workers
@@ -221,7 +232,7 @@ class Costs:
     def _copied(self, num_bytes: float) -> Work:
         """Return the work of moving bytes between a device and its host's memory."""
         hardware = self.cluster.hardware
-        rate = hardware.pcie_bytes_per_s if self.run.on_gpus else hardware.memory_bytes_per_s
+        rate = hardware.pcie_bytes_per_s if self.run.on_gpus else hardware.host_bytes_per_s(1)
         return Work({COPIES: num_bytes / rate}, {})
 
 
@@ -259,15 +270,19 @@ def costs_of(
 def rank_peaks(
     run: PlannedRun, cluster: HardwareCluster, dtype: str, threads: int, thread_share: float
 ) -> tuple[float, float]:
-    """Return the peaks (FLOP/s, bytes/s) of one rank: of a GPU, or of `threads` CPU cores. The threads divide the share
-    `thread_share` of the arithmetic among themselves.
+    """Return the peak FLOP/s and the peak bytes/s of one rank. A rank is a GPU, or a process with `threads` threads on
+    a CPU.
 
-    On CPUs the bytes/s are an upper bound: all cores share the memory's bandwidth, and here each rank gets all of
-    it."""
+    On a CPU, only the share `thread_share` of the arithmetic is divided among the threads. One thread does the rest,
+    and the FLOP/s are lower accordingly (Amdahl's law). The bytes/s are those that `threads` cores reach, if no other
+    cores use the memory.
+    """
     hardware = cluster.hardware
     rate = hardware.fp32_flops if dtype == "float32" else hardware.bf16_flops
-    speedup = 1.0 if run.on_gpus else thread_speedup(min(threads, cluster.cores), thread_share)
-    return rate * speedup, hardware.memory_bytes_per_s
+    if run.on_gpus:
+        return rate, hardware.memory_bytes_per_s
+    threads = min(threads, cluster.cores)
+    return rate * thread_speedup(threads, thread_share), hardware.host_bytes_per_s(threads)
 
 
 def _gang_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibration, gang: Gang) -> GangSpeed:
@@ -317,9 +332,12 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the stages that compute the model's frozen blocks: `evaluate_reference`, `canary_logprob`, and in each
-    gang the first of the stages `reference`, `logprob` and `value` that the gang runs. Unless `ppo.proximal` is
-    `recompute`, `logprob` and `canary_logprob` are ignored. Empty if no blocks are frozen."""
+    """Return the stages that compute the frozen blocks of the model. Empty if no blocks are frozen.
+
+    In each gang, this is the first of its stages `reference`, `logprob` and `value`. Its later stages reuse the outputs
+    of the frozen blocks for the same rows. `logprob` counts only if `ppo.proximal` is `recompute`, because otherwise it
+    does not exist. `evaluate_reference` and `canary_logprob` are returned too, because they have rows of their own.
+    """
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen
@@ -327,4 +345,4 @@ def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
     order = ["reference", *(["logprob"] if recomputes else []), "value"]
     for gang in gangs.values():
         stages |= {next((stage for stage in order if STAGE_ROLES[stage] in gang.roles), "")} - {""}
-    return frozenset(stages if recomputes else stages - {"canary_logprob"})
+    return frozenset(stages)

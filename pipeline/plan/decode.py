@@ -1,5 +1,4 @@
-"""Seconds of decoding, with rows that join and leave the batch in flight. The simulation's clock counts the passes of
-the engine. It may stop within a pass (a fluid simulation).
+"""Seconds of decoding, with rows that join and leave the batch in flight.
 
 In a pass, every row of the batch feeds its last token to the model and gains the next token. With speculation, a row
 also feeds `drafts_per_pass` guessed tokens and gains `tokens_per_pass` tokens. A pass is limited by the engine's memory
@@ -8,19 +7,25 @@ bandwidth or by its arithmetic:
     pass       = max(weights_s + context * context_s,  arithmetic) / efficiency  +  collectives  +  calls * call_s
     arithmetic = fed * (rows * token_s + context * attention_s)
 
+    rows         number of rows in the batch
+    context      number of tokens so far of all these rows together
     weights_s    seconds to read all weights, the same for any number of rows: few rows cost nearly as much as many
-    context_s    seconds to read the keys and values of one token; `context` counts the tokens so far of all rows
+    context_s    seconds to read the keys and values of one token
     fed          tokens that a row feeds in a pass: 1 + drafts_per_pass
     token_s      seconds of arithmetic for one token: 2 operations per weight
     attention_s  seconds of arithmetic for one token's attention to one token of its row's context
+    efficiency   calibrated share of the hardware's peaks that passes reach
+    collectives  seconds of the all-reduces and sends of the pass
     calls        1 + rows * row_calls: the engine's Python works once per pass, and also for each row of the pass
+    call_s       calibrated seconds of this Python code for each call
 
 The prefill of a prompt computes the output layer once, for its last token.
 
 Rows are admitted in order of arrival while `max_rows` and the memory of keys and values allow it. From the end of one
 row to the end of the next, the batch stays the same and the context grows linearly. So the time of this interval has a
-closed form: the number of its passes times the cost of the middle pass. The heap holds the pass at which each row in
-flight will end.
+closed form: the number of its passes times the cost of the middle pass. The simulation goes from interval to interval
+and counts passes, which may be fractions of passes (a fluid simulation). A heap holds, for each row in flight, the
+number of the pass at which the row will end.
 
 **Tensor parallelism** divides weights, keys and values, and arithmetic. Each block all-reduces twice in a pass.
 **Pipeline parallelism** runs g groups of rows in p stages. A group's pass visits all stages, and the group's next token
@@ -42,7 +47,7 @@ Pure.
 from __future__ import annotations
 
 import heapq
-import math
+import operator
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +63,8 @@ Shard = TypeVar("Shard", bound=Hashable)
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Costs of the passes of one replica (all its ranks together), in seconds at the hardware's peaks."""
+    """Costs of the passes of one replica (all its ranks together). Seconds are theoretical: the time that the work
+    would take at the hardware's peak rates."""
 
     max_rows: int
     """Maximum number of rows in the batch."""
@@ -90,24 +96,17 @@ class DecodeSpeed:
     drafts_per_pass: float = 0.0
     """Number of guessed tokens that a row feeds in a pass for verification, in addition to its last token."""
     row_calls: float = 0.0
-    """Number of calls that each row adds to a pass. The pass itself is one call."""
+    """Fixed cost of each row in a pass, as a multiple of the fixed cost of the pass itself. A pass with r rows has
+    fixed costs of (1 + r x `row_calls`) x `PassRates.call_s` seconds."""
 
     @property
     def fed_per_pass(self) -> float:
         """Number of tokens that a row feeds in a pass."""
         return 1.0 + self.drafts_per_pass
 
-    def memory_s(self, context: float) -> tuple[float, float]:
-        """Return the seconds in which a pass reads the weights, and the seconds in which it reads the keys and values
-        of `context` tokens."""
-        return self.weights_s, context * self.context_s
-
-    def arithmetic_s(self, rows: float, context: float) -> float:
-        return self.fed_per_pass * (rows * self.token_s + context * self.attention_s)
-
     def prefill_s(self, prompt: float) -> float:
-        """Return the seconds to compute the keys and values of a prompt of `prompt` tokens, and the token after the
-        prompt."""
+        """Return the seconds of a prefill. It computes the keys and values of a prompt of `prompt` tokens, and the
+        first token of the response."""
         return prompt * (self.token_s - self.output_s + prompt / 2 * self.attention_s) + self.output_s
 
     def links_s(self, rows: float) -> float:
@@ -120,13 +119,16 @@ class DecodeSpeed:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Work of decoding some rows: the seconds at the hardware's peaks for each cause, and the number of calls."""
+    """The work of decoding some rows. Each field except `calls` is the time in seconds that one cause takes at the
+    hardware's peaks, such as reading weights or computing. These times add up. The field `calls` is the number of fixed
+    costs: one for each pass, and `DecodeSpeed.row_calls` for each row of a pass."""
 
     weights: float = 0.0
     context: float = 0.0
     """Seconds to read the keys and values. Like `weights`, it counts only passes that memory bandwidth limits."""
     arithmetic: float = 0.0
-    """Seconds of arithmetic. It counts only passes that arithmetic limits."""
+    """Seconds of arithmetic in the passes in which arithmetic takes longer than reading memory. In all other passes,
+    the fields `weights` and `context` count instead."""
     prefill: float = 0.0
     links: float = 0.0
     calls: float = 0.0
@@ -202,7 +204,8 @@ class PassRates:
     """Share of the hardware's peaks that passes reach."""
     link_efficiency: float = 1.0
     call_s: float = 0.0
-    """Additional seconds of each call. A pass is one call, and its rows add calls (`DecodeSpeed.row_calls`)."""
+    """Fixed cost of a pass in seconds, in addition to its work. Each row of the pass adds the fraction
+    `DecodeSpeed.row_calls` of this cost."""
 
 
 class RowQueue(Generic[Shard]):
@@ -215,6 +218,7 @@ class RowQueue(Generic[Shard]):
     def __init__(self, speed: DecodeSpeed, prompt: float, rates: PassRates | None = None) -> None:
         """`prompt`: mean number of tokens of a prompt."""
         self._speed, self._prompt, self._rates = speed, prompt, rates or PassRates()
+        self._fed = speed.fed_per_pass
         self._now = self._before = 0.0
         """`_now`: the time. `_before`: remaining seconds of prefills and weight loading before the next pass."""
         self._clock = self._context = self._reserved = 0.0
@@ -234,7 +238,10 @@ class RowQueue(Generic[Shard]):
         self._links_s: dict[int, float] = {}
         """Number of rows in a pass -> seconds that the pass spends in collectives and sends."""
         self._ended: list[tuple[Shard, Decoded]] = []
-        self._ahead: RowQueue[Shard] | None = None
+        self._passes = self._passes_s = 0.0
+        """Number of passes to the next end of a row, and their seconds, as `_next_row_end` computed them last."""
+        self._work = self._total
+        """Work of these passes."""
 
     def add(self, shard: Shard, lengths: Sequence[int], now: float) -> None:
         """Add a shard whose responses have these lengths. `lengths` must not be empty."""
@@ -248,12 +255,14 @@ class RowQueue(Generic[Shard]):
         self._before += seconds
 
     def drop(self, shard: Shard, now: float) -> Decoded:
-        """Remove a shard that has not ended. Return the engine's work from the time at which the shard was added to the
-        time at which it would have ended if it had stayed."""
+        """Remove a shard whose rows have not all ended. In the replay of a recorded run, a shard may have ended earlier
+        than predicted. Return the engine's work that is predicted for the whole shard: from the moment at which it was
+        added to the predicted end of its last row."""
         self._advance(now)
-        ahead = self._copy()
+        ahead = self.copy()
         while shard in ahead._left:
-            ahead._run(math.inf)
+            ahead._next_row_end()
+            ahead._end_rows()
         for end, _, length, of in self._flight:
             if of == shard:
                 self._reserved -= self._prompt + length
@@ -267,59 +276,67 @@ class RowQueue(Generic[Shard]):
         return next(work for of, work in ahead._ended if of == shard)
 
     def next_end(self) -> float | None:
-        """Return the time at which the next shard ends if no other shard is added before that time. Return None if the
-        queue is empty."""
+        """Return the time at which the next row ends if no shard is added before that time. Return None if the queue is
+        empty."""
         if self._ended:
             return self._now
-        if not self._left:
-            return None
-        self._ahead = self._copy()
-        self._ahead._run(math.inf)
-        return self._ahead._now
+        return self._next_row_end() if self._left else None
 
     def finish(self) -> list[tuple[Shard, Decoded]]:
         """Advance to the time that `next_end` returned last. Return the shards that end at this time, each with the
-        engine's work since the shard was added."""
+        engine's work since the shard was added. The list is empty if only rows of unfinished shards end."""
         if not self._ended:
-            assert self._ahead is not None, "next_end comes first"
-            vars(self).update(vars(self._ahead))
+            self._end_rows()
         ended, self._ended = self._ended, []
         return ended
 
-    def _copy(self) -> RowQueue[Shard]:
-        copied: RowQueue[Shard] = object.__new__(RowQueue)  # `copy.copy` takes three times as long
+    def copy(self) -> RowQueue[Shard]:
+        """Return a queue in the same state."""
+        copied: RowQueue[Shard] = object.__new__(RowQueue)
         vars(copied).update(vars(self))
         copied._waiting, copied._flight = self._waiting.copy(), self._flight.copy()
         copied._left, copied._begun, copied._ended = self._left.copy(), self._begun.copy(), self._ended.copy()
-        copied._ahead = None
         return copied
 
     def _advance(self, now: float) -> None:
         """Advance to time `now`."""
-        self._ahead = None
         while self._left and self._now < now:
-            self._run(now)
+            if self._next_row_end() <= now:
+                self._end_rows()
+                continue
+            available_s = now - self._now
+            if available_s > self._before:
+                passes = self._passes * (available_s - self._before) / self._passes_s
+                self._passed(passes, self._stretch(passes))
+            self._before, self._now = max(0.0, self._before - available_s), now
         self._now = max(self._now, now)
 
-    def _run(self, until: float) -> None:
-        """Advance to the end of the next shard, or to time `until` if that is earlier."""
-        while self._left:
+    def _next_row_end(self) -> float:
+        """Return the time at which the next row ends if no shard is added before that time."""
+        if self._waiting:
             self._admit()
-            count = self._flight[0][0] - self._clock
-            work = self._stretch(count)
-            seconds = self._seconds(work)
-            if self._now + self._before + seconds > until:
-                available_s = until - self._now
-                if available_s > self._before:
-                    passes = count * (available_s - self._before) / seconds
-                    self._passed(passes, self._stretch(passes))
-                self._before, self._now = max(0.0, self._before - available_s), until
-                return
-            self._now += self._before + seconds
-            self._before = 0.0
-            self._passed(count, work)
-            if self._retire():
-                return
+        self._passes = self._flight[0][0] - self._clock
+        self._work = self._stretch(self._passes)
+        self._passes_s = self._seconds(self._work)
+        return self._now + (self._before + self._passes_s)
+
+    def _end_rows(self) -> None:
+        """Advance to the time that `_next_row_end` returned last, and remove the rows that end then."""
+        self._now += self._before + self._passes_s
+        self._before = 0.0
+        self._passed(self._passes, self._work)
+        flight, prompt = self._flight, self._prompt
+        # the first row of the heap ends now, but `_clock` may differ from its end by a rounding error
+        self._clock = clock = flight[0][0]
+        while flight and flight[0][0] <= clock:
+            _, _, length, shard = heapq.heappop(flight)
+            self._context -= prompt + length
+            self._reserved -= prompt + length
+            self._left[shard] -= 1
+            if not self._left[shard]:
+                del self._left[shard]
+                work = map(operator.sub, self._total, self._begun.pop(shard))
+                self._ended.append((shard, Decoded(*work)))
 
     def _admit(self) -> None:
         """Let waiting rows join the batch while `max_rows` and `max_context` allow it. An empty batch takes any row."""
@@ -344,14 +361,14 @@ class RowQueue(Generic[Shard]):
         """Return the work of the next `count` passes, in which no row joins or leaves."""
         speed, rows = self._speed, len(self._flight)
         middle = self._context + rows * count * speed.tokens_per_pass / 2
-        read, read_kv = speed.memory_s(middle)
-        computed = speed.arithmetic_s(rows, middle)
+        read_kv = middle * speed.context_s
+        computed = self._fed * (rows * speed.token_s + middle * speed.attention_s)
         if rows not in self._links_s:
             self._links_s[rows] = speed.links_s(rows)
         links, calls = count * self._links_s[rows], count * (1.0 + rows * speed.row_calls)
-        if computed > read + read_kv:
+        if computed > speed.weights_s + read_kv:
             return 0.0, 0.0, count * computed, 0.0, links, calls
-        return count * read, count * read_kv, 0.0, 0.0, links, calls
+        return count * speed.weights_s, count * read_kv, 0.0, 0.0, links, calls
 
     def _seconds(self, work: _Parts) -> float:
         weights, context, arithmetic, prefill, links, calls = work
@@ -369,32 +386,17 @@ class RowQueue(Generic[Shard]):
         weights, context, arithmetic, prefill, links, calls = work
         self._total = a + weights, b + context, c + arithmetic, d + prefill, e + links, f + calls
 
-    def _retire(self) -> bool:
-        """Remove the rows that have ended. Return True if a shard has ended with them."""
-        retired = False
-        # the first row of the heap ends now, but `_clock` may differ from its end by a rounding error
-        self._clock = self._flight[0][0]
-        while self._flight and self._flight[0][0] <= self._clock:
-            _, _, length, shard = heapq.heappop(self._flight)
-            self._context -= self._prompt + length
-            self._reserved -= self._prompt + length
-            self._left[shard] -= 1
-            if not self._left[shard]:
-                del self._left[shard]
-                before = self._begun.pop(shard)
-                self._ended.append(
-                    (shard, Decoded(*(now - then for now, then in zip(self._total, before, strict=True))))
-                )
-                retired = True
-        return retired
-
 
 def least_work(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded:
-    """Return a lower bound of the work of decoding these responses. The bound assumes that every pass has `max_rows`
-    rows. So it holds for any order of the rows, and for any rows of other steps in the batch.
+    """Return a lower bound of the work of decoding these responses.
+
+    The bound assumes that every pass has `max_rows` rows, so that weights are read as few times as possible. It
+    therefore holds for any order of the rows. It also holds if rows of other steps are decoded in the same passes.
 
     A pass takes the seconds of its memory reads or the seconds of its arithmetic, whichever is larger. So all passes
-    together take at least the larger of the two sums."""
+    together take at least the seconds of all memory reads, and at least the seconds of all arithmetic. The larger of
+    these two sums is returned.
+    """
     row_passes = sum(lengths) / speed.tokens_per_pass
     passes = row_passes / speed.max_rows
     context = sum(length / speed.tokens_per_pass * (prompt + length / 2) for length in lengths)
@@ -414,6 +416,8 @@ def decode(speed: DecodeSpeed, prompt: float, lengths: Sequence[int]) -> Decoded
         return Decoded()
     queue = RowQueue[None](speed, prompt)
     queue.add(None, lengths, 0.0)
-    queue.next_end()
-    ((_, work),) = queue.finish()
-    return work
+    ended: list[tuple[None, Decoded]] = []
+    while not ended:
+        queue.next_end()
+        ended = queue.finish()
+    return ended[0][1]

@@ -103,10 +103,12 @@ class SameLengths:
 
 
 _DRAWN = 1024
-"""The random numbers of a step are drawn in multiples of this count. Each shard uses its own part of them."""
+"""The count of random numbers that are drawn for a step is rounded up to a multiple of this. A shard with n rows and
+index s takes the numbers from s x n to (s + 1) x n, so it needs at least (s + 1) x n numbers. With the rounded count,
+most shards of a step need the same list, and find it in the cache."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
     """Return the first `count` lengths of a step. With a larger `count` the list begins with the same lengths."""
     normal = np.random.default_rng((lengths.seed, step)).standard_normal(count)
@@ -115,7 +117,7 @@ def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
     return numbers
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _uniform(seed: int, step: int, count: int) -> list[float]:
     """Return the first `count` random numbers of a step, each at least 0 and below 1. With a larger `count` the list
     begins with the same numbers."""
@@ -124,8 +126,9 @@ def _uniform(seed: int, step: int, count: int) -> list[float]:
 
 
 def lognormal_with_mean(mean: float, sigma: float, most: int, seed: int = 0) -> LognormalLengths:
-    """Return the lognormal distribution whose mean after the cut is `mean`, which must be below `most`. Its median is
-    found by bisection."""
+    """Return a lognormal distribution of response lengths, limited to `most` tokens: longer draws become `most`. The
+    mean of the limited lengths is `mean`, which must be below `most`. The median of the distribution without the limit
+    is found by bisection."""
     low, high = 1e-3, float(most)
     while LognormalLengths(high, sigma, most).mean < mean:
         high *= 2

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.config.hardware import HardwareCluster
 
 Numbers = Any
-"""A number. If the costs of several shards are computed together: an array with one number per shard."""
+"""A number. If the costs of several nodes are computed together: an array with one number per node."""
 LAUNCH_S = 6.6e-6
 """Seconds of a collective before its first hop (NCCL, src/graph/tuning.cc: baseLat, ring, LL)."""
 _PCIE_LATENCY_S = 1.0e-6
@@ -31,7 +31,8 @@ _PCIE_LATENCY_S = 1.0e-6
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest link that a group's messages take."""
+    """The speed of the connection between the ranks of a group. If their messages cross several kinds of connection
+    (NVLink, PCIe, network), it is the speed of the slowest."""
 
     latency_s: float
     bytes_per_s: float

@@ -1,10 +1,11 @@
 """The nodes that a run executed, with their seconds and the lengths of their rows: the input of a calibration.
 
-    journal ──► boxes (start, end, worker) ──┐
-    store ────► lengths of the responses ────┼─► Observed, one for each node
-    graph ────► nodes and their parents ─────┘
+    journal ──► executions of nodes (`Box`) ──┐
+    store ────► lengths of the responses ─────┼─► Observed, one for each node
+    graph ────► nodes and their parents ──────┘
 
-Where workers share cores, the seconds of a node are the seconds that it would have taken alone (`cores`).
+An execution has a start, an end and a worker. Where workers share cores, the seconds of a node are the seconds that it
+would have taken alone (`cores`).
 
 The first node of each stage on a worker is left out: it compiles, allocates and fills caches. If there were several
 attempts at a node (for example, after the loss of a worker), only the last attempt is used.
@@ -13,7 +14,7 @@ attempts at a node (for example, after the loss of a worker), only the last atte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -27,7 +28,6 @@ from pipeline.observe.timeline import Box, read_boxes
 from pipeline.plan.calibration import ENGINE_STAGES
 from pipeline.plan.cores import work_at, working_threads
 from storage.address import Address
-from storage.commits import Commit
 from storage.records import Rollout
 
 
@@ -37,8 +37,8 @@ class Observed:
 
     node: Node
     seconds: float
-    """Seconds of work, without the loading of new weights. If the node had to share cores, it has fewer seconds of work
-    than passed from its start to its end."""
+    """Seconds of work of the node, without the loading of new weights. If more threads worked than the host has cores,
+    the node ran slower for some time. This number is then the time that it would have taken alone."""
     lengths: Sequence[int]
     """Number of tokens of each response that the node worked on, without responses that are no longer stored."""
     worker: str = ""
@@ -53,8 +53,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class DraftedPasses:
-    """Mean numbers of tokens for each row and decoding pass of a run with speculation. `Calibration` explains the
-    fields."""
+    """Two averages over the rows and decoding passes of a run with speculation: the number of tokens that a row gained
+    in a pass, and the number of tokens that were drafted for it. `Calibration` has the same fields."""
 
     tokens_per_pass: float
     drafts_per_pass: float
@@ -68,11 +68,10 @@ class ObservedRun:
     run: PlannedRun
     nodes: Sequence[Observed]
     waits: Sequence[float]
-    """Seconds from the end of a node's last parent to the node's start. Only nodes count whose worker was idle when
-    that parent ended."""
+    """Seconds from the end of a node's last parent to the start of the node, one number per node. A node is left out if
+    its worker was still busy when the last parent ended."""
     refits: Sequence[float]
-    """Seconds of each load of new weights into an engine. They are read from the commit of the first shard that the
-    engine sampled with the new weights. No node's `seconds` include them."""
+    """Seconds of each load of new weights into an engine. No node's `seconds` include them."""
     steps: int
     """Number of steps that have ended."""
     prompt_tokens: float
@@ -85,8 +84,9 @@ class ObservedRun:
     processor: str
     """Vector instruction sets of the run's processor."""
     turnarounds: Sequence[float] = ()
-    """Seconds between two consecutive nodes of a worker. Only pairs count in which all parents of the second node had
-    ended before the first node ended. Engines are left out."""
+    """Seconds that a worker needed between the end of a node and the start of its next node. A time counts only if all
+    parents of the second node had ended before the first node ended, so that the worker did not wait for a result.
+    Engines are left out."""
     driver_s: float = 0.0
     """Processor seconds of the driver and the scheduler for each node."""
 
@@ -112,7 +112,7 @@ def observe(
     nodes = {node.address: node for node in run_nodes(history.spec)}
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
     kept, crowded = _warm(boxes, last, nodes), _beside(boxes)
-    refits = {commit.address: commit.metrics.get("engine/refit_s", 0.0) for commit in _engine_commits(history)}
+    refits = _refits(boxes, nodes, history)
     threads = working_threads(run.config, share=1.0)
     work = {} if cores is None else work_at(boxes, threads, cores, driver_s)
     observed, loads = list[Observed](), list[float]()
@@ -222,8 +222,9 @@ def _lengths_of(node: Node, history: History, lengths: Mapping[Address, list[int
 
 
 def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return, for nodes in `kept`, the seconds from the end of the node's last parent to the node's start. Only nodes
-    count whose worker was idle when that parent ended."""
+    """Return, for each node, the seconds from the end of its last parent to its own start. Only nodes of the executions
+    in `kept` are considered. A node is left out if its worker was still busy when the last parent ended. `boxes`: all
+    executions of the run."""
     ends = {box.address: box.end_s for box in boxes}
     by_worker: dict[str, list[Box]] = {}
     for box in boxes:
@@ -239,8 +240,9 @@ def _waits(kept: Iterable[Box], boxes: Sequence[Box], nodes: Mapping[Address, No
 
 
 def _turnarounds(boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[float]:
-    """Return the seconds between two consecutive nodes of a worker. Only pairs count in which all parents of the second
-    node had ended before the first node ended. Engines run several nodes at once and are left out."""
+    """Return the seconds that workers needed between the end of a node and the start of their next node. A time counts
+    only if all parents of the second node had ended before the first node ended, so that the worker did not wait for a
+    result. Engines are left out, because they run several nodes at once."""
     ends = {box.address: box.end_s for box in boxes}
     last: dict[str, Box] = {}
     gaps = []
@@ -254,10 +256,27 @@ def _turnarounds(boxes: Sequence[Box], nodes: Mapping[Address, Node]) -> list[fl
     return gaps
 
 
-def _engine_commits(history: History) -> Iterator[Commit]:
-    """Yield the commits of all generated shards, evaluations included."""
-    for stage in ("generate", "evaluate"):
-        yield from history.ledger.list(stage)
+def _refits(boxes: Sequence[Box], nodes: Mapping[Address, Node], history: History) -> dict[Address, float]:
+    """Return the address of each node for which an engine loaded new weights -> the seconds that this took. The seconds
+    are in the commit of the engine's next shard, although a canary may be the first node with the new weights.
+    `boxes` is sorted by start."""
+    committed = {
+        commit.address: commit.metrics.get("engine/refit_s", 0.0)
+        for stage in ("generate", "evaluate")
+        for commit in history.ledger.list(stage)
+    }
+    first: dict[str, Address] = {}
+    version: dict[str, int] = {}
+    refits: dict[Address, float] = {}
+    for box in boxes:
+        node = nodes.get(box.address)
+        if node is None or node.stage not in ENGINE_STAGES:
+            continue
+        if version.get(box.worker) != node.version:
+            first[box.worker], version[box.worker] = box.address, node.version
+        if seconds := committed.get(box.address, 0.0):
+            refits[first[box.worker]] = refits.get(first[box.worker], 0.0) + seconds
+    return refits
 
 
 def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
@@ -273,6 +292,7 @@ def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
 
 
 def _item(identity: Identity | None, name: str) -> str:
-    """Return the item `name` of the first gang in `identity.numerics` that has this item, or an empty text."""
+    """Return a fact about the hardware of the run's workers, such as `device` or `instructions`. It is taken from the
+    first record in `identity.numerics` that contains it. Return an empty text if no record does."""
     gangs = identity.numerics if identity is not None else ()
     return next((gang.items[name] for gang in gangs if name in gang.items), "")

@@ -28,8 +28,8 @@ from stages.models.layouts import layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
 
 _SAMPLED = 4
-"""Number of shards from which the bounds of a step are estimated if a step has too many shards to compute all of
-them."""
+"""Number of shards from which the lower bounds on a step's times are estimated if the step has too many shards to
+compute all of them."""
 _FILLED = 0.95
 """Largest share of a GPU's free memory that an engine's cache gets."""
 _RECOMPUTES = (
@@ -54,8 +54,8 @@ class Option:
     """Settings outside of the placement. The keys `policy` and `critic` have the `micro_batch_tokens` of these models.
     All other keys are settings of the section `engine`."""
     seconds: Mapping[str, tuple[float, ...]]
-    """Stage -> seconds of each of its nodes in a step. If `Space.sampled` is true, only the first `_SAMPLED` shards
-    have an entry."""
+    """Stage -> seconds for which each of its nodes in a step keeps its worker busy. If `Space.sampled` is true, only
+    the first `_SAMPLED` shards have an entry."""
     busy_s: float
     """Lower bound of the seconds that a step keeps the gang busy."""
     generate_s: float
@@ -74,9 +74,13 @@ class Options:
         """Number of an engine's ranks -> bytes on each GPU that the engine takes without its cache."""
 
     def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
-        """Return the options of a gang of models with this number of devices. On GPUs, only options that fit in the
-        GPUs' memory are returned. Options that `pareto` drops are left out, unless the gang shares its devices. Then a
-        slower option may need less memory, and its hand-overs of the devices may be faster."""
+        """Return the options to try for a gang of models with this number of devices. On GPUs, options that do not fit
+        in the memory of the GPUs are left out.
+
+        If the gang has devices of its own, options that are never better than another option are left out too
+        (`pareto`). If it shares its devices, they are kept: a slower option may need less memory, and the devices may
+        then be handed over faster.
+        """
         key = form.gangs[gang], shards, devices, form.shares_devices
         if key not in self._known:
             trainers = [*self._trainers(form, gang, shards, devices)]
@@ -159,7 +163,8 @@ def _engine_changes(ranks: int, max_rows: int, kv_budget_mb: int) -> dict[str, A
 
 
 def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) -> Iterator[GangConfig]:
-    """Yield the settings of a gang of models to try: each possible layout on GPUs, or one worker without GPUs."""
+    """Yield the settings that the search tries for a gang that holds models. On GPUs, these are all possible layouts.
+    Without GPUs, it is a single worker with `devices` threads."""
     config = space.base
     settings = gang_settings(space, roles)
     if not space.run.on_gpus:
@@ -197,8 +202,9 @@ def _micro_batches(space: Space) -> list[int | None]:
 
 
 def _fits(space: Space, run: PlannedRun, name: str) -> bool:
-    """Return True if the ranks of a gang fit in their GPUs when no other gang uses these GPUs. Always True without
-    GPUs, where only whole configs are checked."""
+    """Return True if each rank of a gang fits in the memory of its GPU while no other gang uses this GPU. On a host
+    without GPUs, return True without a check. There, the memory is checked only later, for all gangs of a config
+    together."""
     if not run.on_gpus:
         return True
     (gang,) = (gang for gang in run.config.gangs() if gang.name == name)
@@ -223,7 +229,7 @@ def _option(
             continue
         stands_for = config.rollout.shards / sampled if node.stage in SHARDED else 1.0
         lengths = _lengths_of(space, config, node)
-        alone = costs.seconds(node, lengths)
+        alone = costs.seconds(node, lengths) - costs.behind_s(name, node.stage)
         seconds.setdefault(node.stage, []).append(alone)
         if node.stage == "generate" and gang.concurrent_shards > 1:
             together += lengths
@@ -251,11 +257,14 @@ def _lengths_of(space: Space, config: RunConfig, node: Node) -> Sequence[int]:
 
 
 def pareto(options: Sequence[Option]) -> list[Option]:
-    """Drop each option that another option beats or equals in the seconds of every node and in the work of a step
-    (`busy_s`), and return the others. Of equal options, the first stays.
+    """Drop each option that is no better than another option, and return the others. An option is no better if it takes
+    as many seconds or more for every node, and has as much work or more in a step (`busy_s`). Of equal options, the
+    first stays.
 
-    Two options are compared only if they have the same number of workers and of slots. With several slots they must
-    also have the same `max_rows`, because with a smaller batch the first of several shards may end earlier."""
+    Only options with the same number of workers and the same `concurrent_shards` are compared. If a worker has several
+    shards at once, `max_rows` must be equal too. These shards share a batch of up to `max_rows` rows. With a smaller
+    batch, the first shard may end earlier, and the seconds of the nodes do not show this advantage.
+    """
 
     def numbers(option: Option) -> list[float]:
         return [option.busy_s, *itertools.chain.from_iterable(option.seconds[s] for s in sorted(option.seconds))]

@@ -8,11 +8,14 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun, workers_memory
-from pipeline.graph.graph import SHARDED, Node
+from pipeline.graph.graph import ADVANTAGE, SHARDED, UPDATE_STAGE, Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import run_timeline
 from pipeline.plan.cores import shared_cores, working_threads
@@ -22,9 +25,13 @@ from pipeline.plan.simulate import Execution, Failures, Scenario, Stragglers
 from pipeline.workers.messages import worker_name
 
 _BY_SHARD = frozenset(SHARDED) - {"generate"}
-"""Stages whose seconds are computed for all shards of a step together."""
+"""Stages whose nodes work on one shard each, except `generate`. Decoding needs a call for each shard."""
+_BY_BLOCK = _BY_SHARD | {ADVANTAGE, *UPDATE_STAGE.values()}
+"""Stages whose seconds are computed for all nodes of several steps together."""
+_BLOCK = 16
+"""Number of steps whose seconds are computed together."""
 _MOST_KEPT = 64
-"""Maximum number of (stage, step) pairs whose seconds are kept."""
+"""Maximum number of (stage, block of steps) pairs whose seconds are kept."""
 
 
 def scenario_of(
@@ -73,38 +80,61 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
 
 
 class _RememberedCosts:
-    """Costs of a run's nodes, kept after they are computed. The costs of forward passes and scores are computed for all
-    shards of a step together. If all steps have the same lengths, the costs of one step are used for all steps."""
+    """Costs of a run's nodes, kept after they are computed. The costs of most stages are computed for a block of steps
+    together. If all steps have the same lengths, the costs of one step are used for all steps."""
 
     def __init__(self, costs: Costs, lengths: Lengths) -> None:
-        self._costs, self._lengths = costs, lengths
-        self._of_shards: dict[tuple[str, int], list[float]] = {}
-        """(stage, step) -> seconds of each shard. The step is always 0 if all steps have the same lengths."""
+        self._costs, self._lengths, self._config = costs, lengths, costs.run.config
+        self._is_same = lengths.same_every_step
+        self._blocks: dict[tuple[str, int], list[list[float]]] = {}
+        """(stage of `_BY_BLOCK`, block) -> step of the block -> seconds of each shard."""
         self._of_nodes: dict[tuple[str, int], float] = {}
-        """(stage, shard) -> seconds of a node of any other stage. Empty if steps have different lengths."""
+        """(stage, shard) -> seconds of a node of another stage, if it takes the same seconds in every step."""
         self.engine_queue, self.after_rows_s = costs.engine_queue, costs.after_rows_s
-        self.overhead, self.refit_s = costs.overhead, costs.refit_s
+        self.overhead, self.behind_s, self.refit_s = costs.overhead, costs.behind_s, costs.refit_s
+        self._rows_of_block = lru_cache(maxsize=4)(self._drawn)
 
-    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        address, same = node.address, self._lengths.same_every_step
-        if address.stage in _BY_SHARD:
-            key = address.stage, 0 if same else address.step
-            if key not in self._of_shards:
-                if len(self._of_shards) >= _MOST_KEPT:
-                    del self._of_shards[next(iter(self._of_shards))]  # the oldest, of a step that is over
-                self._of_shards[key] = self._seconds_of_shards(node)
-            return self._of_shards[key][address.shard]
-        if not same:
-            return self._costs.seconds(node, lengths)
-        key = address.stage, address.shard
-        if key not in self._of_nodes:
-            self._of_nodes[key] = self._costs.seconds(node, lengths)
-        return self._of_nodes[key]
+    def seconds(self, node: Node) -> float:
+        stage, step, shard = node.address.stage, node.address.step, node.address.shard
+        if stage in _BY_BLOCK:
+            block, place = divmod(0 if self._is_same else step, _BLOCK)
+            found = self._blocks.get((stage, block))
+            if found is None:
+                found = self._add_block(stage, block)
+            return found[place][shard]
+        if not (self._is_same or stage == "publish"):
+            return self._costs.seconds(node, self._rows_of(node))
+        if (stage, shard) not in self._of_nodes:
+            self._of_nodes[stage, shard] = self._costs.seconds(node, self._rows_of(node))
+        return self._of_nodes[stage, shard]
 
-    def _seconds_of_shards(self, node: Node) -> list[float]:
-        config, step = self._costs.run.config, node.address.step
-        rows = [self._lengths.rows(step, shard, config.rows_per_shard) for shard in range(config.rollout.shards)]
-        return self._costs.seconds_of_shards(node, rows)
+    def _add_block(self, stage: str, block: int) -> list[list[float]]:
+        """Compute the seconds of a stage's nodes in a block of steps, keep them and return them."""
+        if len(self._blocks) >= _MOST_KEPT:
+            del self._blocks[next(iter(self._blocks))]  # the oldest, of steps that are over
+        rows = self._rows_of_block(block)  # (steps, shards, rows)
+        nodes = rows.reshape(-1, rows.shape[2]) if stage in _BY_SHARD else rows.reshape(len(rows), -1)
+        seconds = self._costs.seconds_of_nodes(stage, nodes)
+        per_step = len(seconds) // len(rows)
+        found = [seconds[first : first + per_step] for first in range(0, len(seconds), per_step)]
+        self._blocks[stage, block] = found
+        return found
+
+    def _drawn(self, block: int) -> np.ndarray:
+        """Return the response tokens of a block's shards (steps, shards, rows). If all steps have the same lengths, the
+        only block has one step."""
+        shards, count = range(self._config.rollout.shards), self._config.rows_per_shard
+        steps = range(block * _BLOCK, block * _BLOCK + (1 if self._is_same else _BLOCK))
+        return np.array([[self._lengths.rows(step, shard, count) for shard in shards] for step in steps])
+
+    def _rows_of(self, node: Node) -> Sequence[int]:
+        """Return the response tokens of the rows of an evaluation or a canary, which has the rows of shard 0. A
+        publication has no rows."""
+        stage, step, config = node.address.stage, node.address.step, self._config
+        if stage.startswith("evaluate"):
+            shard = config.rollout.shards + node.address.shard
+            return self._lengths.rows(step, shard, config.eval_rows_per_shard)
+        return () if stage == "publish" else self._lengths.rows(min(step, config.steps - 1), 0, config.rows_per_shard)
 
 
 def journal_events(executions: Iterable[Execution]) -> Iterator[Event]:

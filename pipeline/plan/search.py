@@ -11,12 +11,15 @@ Lower bounds of the mean step time. Each bound holds for every schedule:
              The work of gangs that share devices adds up.
     cores    the gangs of a host without GPUs share its cores: the sum over all gangs of busy cores x seconds, divided
              by the number of cores
-    latency  with a staleness bound of eta, publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain
-             of nodes that moves the run on by eta + 1 steps
+    latency  with a staleness bound of eta, publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of
+             nodes that moves the run on by eta + 1 steps
 
-So the result is the best plan of the space if no combination was left out, all bounds are exact, and the bounds ended
-the search (`Found.exact`). Response lengths are drawn once and used in every step of every plan, so no plan is better
-because of luckier draws. No I/O, no clock.
+So the result is the best plan of the space under three conditions (`Found.exact`). No combination was left out. No
+bound was estimated from a sample of the shards. The search ended because no remaining bound was below the best time
+found.
+
+Response lengths are drawn once and used in every step of every plan, so no plan is better because of luckier draws. No
+I/O, no clock.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ DEVICES = "--devices"
 """The command-line option with the number of devices. Each ConfigError raised in this module names the option as the
 setting at fault."""
 _MOST_COMBINATIONS = 20_000
-"""Maximum number of combinations for one form and one number of shards. If there are more, each gang keeps only the
-option with the least work for each number of devices."""
+"""Maximum number of combinations (one option for each gang) that are tried for one division of the roles into gangs and
+one number of shards. If there are more, each gang keeps only one option for each number of devices: the option with the
+least work."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,14 @@ class Plan:
     devices: int
     """Number of devices that the plan uses."""
     bounds: Mapping[str, float]
-    """Name of a bound -> lower bound of the mean step time, in seconds. A gang's name stands for the work of this gang.
-    If the gangs use the same devices in turn, `devices` stands for the work of all gangs instead. `latency` stands for
-    the chain of a step's nodes, and `cores` (only if gangs share cores) for the work on these cores."""
+    """Lower bounds of the mean step time, in seconds: name of a bound -> bound. The names are:
+
+    - the name of a gang: a bound from the work of this gang in a step
+    - `devices`, in place of these names if the gangs use the same devices in turn: a bound from the work of all gangs
+      together
+    - `cores`, only if the gangs share the cores of a host: a bound from the work on these cores
+    - `latency`: a bound from the longest chain of nodes that must run one after the other
+    """
     played: Played
     value: float
     """Value of the objective. Less is better."""
@@ -84,7 +93,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search."""
+    """The result of a search for the fastest placement of a run: the best plans, and how many combinations were
+    considered and simulated."""
 
     plans: Sequence[Plan]
     """The best plan of each form (`Form`) and staleness bound. The best plan of all comes first."""
@@ -125,8 +135,15 @@ class Combination:
 
 
 def combinations(space: Space, watch: Callable[[str], None] = lambda text: None) -> tuple[list[Combination], bool]:
-    """Return two things: the combinations of the space in which each gang fits in the devices' memory, and True if none
-    of them was left out and all bounds are exact. `watch`: called with texts about the progress.
+    """Return the combinations in which each gang fits in the memory of its devices, and a flag.
+
+    The flag is True except in two cases:
+
+    - Some combinations may have been left out because there were too many (`_MOST_COMBINATIONS`).
+    - Some lower bounds are estimates, because the number of shards is large (`Space.sampled`).
+
+    Args:
+        watch: called with texts about the progress.
 
     Raises:
         ConfigError: no combination fits on the devices.
@@ -227,13 +244,17 @@ def search(
     most: int = 60,
     watch: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """Search for the best simulated plan of each form and staleness bound. The best plan of all comes first.
+    """Search for the best plan for each division of the roles into gangs (`Form`) and each staleness bound. Plans are
+    compared by simulation. The best plan of all comes first in the result.
+
+    Plans with a staleness bound of 0 and plans with larger bounds are searched separately, each in two phases. The
+    first phase simulates up to `most` combinations, the most promising first. Some pairs of form and staleness bound
+    may then have no accepted plan. The second phase simulates only combinations of these pairs. Both phases together
+    simulate at most 2 x `most` combinations.
 
     Args:
         refuse: returns the reason why a run with this config would be refused, or None.
-        most: the search simulates up to this many combinations with a staleness bound of 0, and up to this many with
-            larger bounds. In each of the two cases, the search then tries combinations of forms and bounds that have no
-            accepted plan yet, until it has simulated 2 x `most` combinations.
+        most: maximum number of simulations in the first phase.
         watch: called with texts about the progress.
 
     Raises:
@@ -278,8 +299,20 @@ def _search(
     every: Sequence[Combination],
     most: int,
 ) -> tuple[list[Plan], int, bool]:
-    """Simulate combinations, the lowest bound first. Return the accepted plans, the number of simulations, and True if
-    no other combination can be better than the best plan."""
+    """Simulate combinations in two phases, those with the lowest lower bound of the objective first. Return the
+    accepted plans, the number of simulations, and a flag. The flag is True if no other combination can be better than
+    the best plan.
+
+    The first phase ends when the flag is True, or after `most` simulations. Some pairs of form (division of the roles
+    into gangs) and staleness bound may then have no accepted plan. The second phase simulates only combinations of
+    these pairs.
+
+    Args:
+        accepts: returns True if a run with the config of the plan would not be refused. Called only for plans that are
+            the best so far for their form and staleness bound.
+        most: maximum number of simulations in the first phase. Both phases together make at most 2 x `most`
+            simulations.
+    """
     waiting = [
         (objective.value(one.bound_s, one.devices, 0.0), one.devices, number, one) for number, one in enumerate(every)
     ]

@@ -13,6 +13,7 @@ rules of the workers:
 
 - A worker with n threads runs up to n nodes at once, the most urgent first. Ranks of a gang run their nodes in the
   order in which Dispatch numbered them.
+- The worker of a gang of one rank computes its next node while it stores and commits the last one (`behind_s`).
 - A node can start `Costs.overhead` seconds after its last parent's commit, or after its own submission if that is
   later.
 - The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
@@ -38,17 +39,18 @@ import math
 import random
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Any, Protocol
 
 import xxhash
 
 from pipeline.graph.dispatch import Dispatch, Submit
 from pipeline.graph.flow import Flow
-from pipeline.graph.graph import SHARDED, UPDATE_STAGE, Gang, GraphSpec, Mode, Node
+from pipeline.graph.graph import UPDATE_STAGE, Gang, GraphSpec, Mode, Node
 from pipeline.plan.calibration import ENGINE_STAGES
 from pipeline.plan.cores import SharedClock
 from pipeline.plan.decode import RowQueue
@@ -56,17 +58,12 @@ from pipeline.plan.lengths import Lengths
 from stages.models.protocol import Role
 from storage.address import Address
 
-_GENERATION = ("generate", "evaluate")
-"""Stages whose nodes share a replica's passes."""
-_HELD_OUT = frozenset({"evaluate", "evaluate_score", "evaluate_reference"})
-
 
 class NodeCosts(Protocol):
     """Predicted seconds of nodes. `pipeline.plan.cost.Costs` implements this protocol."""
 
-    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
-        """Return the seconds for which a node keeps its gang, or one replica, busy. `lengths`: response tokens of the
-        node's rows."""
+    def seconds(self, node: Node) -> float:
+        """Return the seconds for which a node keeps its gang, or one replica, busy."""
         ...
 
     def engine_queue(self) -> RowQueue[Any] | None:
@@ -83,6 +80,10 @@ class NodeCosts(Protocol):
         """Return the seconds from the commit of the node's last parent to the start of the node on an idle worker."""
         ...
 
+    def behind_s(self, gang: str, stage: str) -> float:
+        """Return the last seconds of a node in which its worker already computes the gang's next node."""
+        ...
+
     def refit_s(self) -> float:
         """Return the seconds in which a replica loads another version of the weights."""
         ...
@@ -93,7 +94,7 @@ class Failures:
     """Random losses of workers. Every worker is equally likely to be lost."""
 
     per_hour: float
-    """Mean number of losses per hour in the whole run."""
+    """Mean number of losses per hour, all workers of the run together."""
     rebuild_s: float
     """Seconds until a lost worker is up again. A lost rank of an ordered gang takes the whole gang down for this time.
     """
@@ -130,7 +131,8 @@ class Scenario:
     """Gang's name -> number of working threads: of one replica of a pool, or of all ranks of an ordered gang together.
     A gang that is not listed needs no cores."""
     driver_s: float = 0.0
-    """Seconds of the driver's work on the shared cores after each node."""
+    """Seconds that the driver works after each node, on the cores that it shares with the workers. Not simulated if
+    `cores` is None."""
     hand_over_s: Mapping[str, float] = field(default_factory=dict)
     """Gang's name -> seconds in which its workers free their devices, or take them again. 0 for a gang that is not
     listed."""
@@ -158,10 +160,12 @@ class Execution:
     submit: Submit
     submitted_s: float
     lengths: Sequence[int]
+    """Response tokens of the rows that the node generates. Empty for a node that generates none."""
     cause: Execution | None
     """The execution whose end let this attempt start. None for the first executions."""
     gap: Gap
-    """The reason why this attempt did not start at the end of `cause`."""
+    """The kind of delay before the start of this attempt. The delay begins when the attempt in the field `cause` ends.
+    """
     parents_left: int = 0
     """Number of parents whose end this attempt still waits for."""
     is_ready: bool = False
@@ -170,6 +174,8 @@ class Execution:
     finished_s: float = math.nan
     is_lost: bool = False
     """True if the attempt was lost with its worker. Its events in the heap are then ignored."""
+    has_computed: bool = False
+    """True once the attempt's worker may compute its next node."""
     beside: bool = False
     """True if the attempt's worker has an engine and ran other nodes at the same time."""
     followers: list[Execution] = field(default_factory=list)
@@ -184,14 +190,15 @@ class Played:
     published_s: Sequence[float]
     """Time at which each version became readable, version 0 first."""
     busy_s: Mapping[str, float]
-    """Gang's name -> seconds in which a worker ran at least one node: the mean over the gang's replicas. The ranks of
-    an ordered gang count as one worker."""
+    """Gang's name -> seconds in which a worker ran at least one node: the mean over the gang's replicas. In an ordered
+    gang (`Gang.is_ordered`) the ranks act together, and count as one worker."""
     stage_s: Mapping[str, float]
     """Stage -> sum of the seconds of its nodes."""
     staleness: Mapping[int, int]
     """Staleness -> number of rows. A row's staleness is its step minus the version that sampled it."""
     critical_path: Sequence[Execution]
-    """The executions from the first node to the last commit. The end of each execution let the next execution start."""
+    """The executions from the first node to the last commit. The end of each execution allowed the next execution to
+    start."""
     failures: int
     """Number of workers that were lost."""
     replayed_s: float
@@ -221,10 +228,12 @@ class Played:
         """Stage, or kind of gap (`Gap`) -> its seconds on the critical path. The largest number comes first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         before = 0.0
-        for one in self.critical_path:
+        path = self.critical_path
+        for one, after in itertools.zip_longest(path, path[1:]):
+            end = one.finished_s if after is None else min(one.finished_s, after.started_s)
             seconds[one.gap.name.lower().replace("_", " ")] += one.started_s - before
-            seconds[one.submit.node.stage] += one.finished_s - one.started_s
-            before = one.finished_s
+            seconds[one.submit.node.stage] += end - one.started_s
+            before = end
         return {name: s for name, s in _largest_first(seconds).items() if s > 0}
 
 
@@ -256,15 +265,18 @@ class _Kind(IntEnum):
     FAILURE = 4
     ROWS_ENDED = 5
     BOOKED = 6
+    COMPUTED = 7
 
 
-_READY, _END, _HANDED_OVER, _UP, _FAILURE, _ROWS_ENDED, _BOOKED = _Kind
+_READY, _END, _HANDED_OVER, _UP, _FAILURE, _ROWS_ENDED, _BOOKED, _COMPUTED = _Kind
 _ORDERED, _SLOT, _FREE = Mode
+_BOOKKEEPING = Gap.BOOKKEEPING
 # Python finds a module's names faster than members of an enum, and the simulation looks them up for every node.
 
 
 class _Worker:
-    """The queues and the running nodes of a replica, or of an ordered gang."""
+    """The queues and the running nodes of a worker. A worker is a replica of a pool, or a whole ordered gang, whose
+    ranks run the same node together."""
 
     __slots__ = ("busy_s", "busy_since", "cores", "engine", "queue", "running", "shards", "stamp", "threads", "version")
 
@@ -291,14 +303,15 @@ class _Simulation:
     def __init__(self, scenario: Scenario, watch: Callable[[Execution], None] | None) -> None:
         self._scenario, self._watch = scenario, watch
         self._costs = scenario.costs
+        self._behind_s = cache(scenario.costs.behind_s)
         self._gangs = {gang.name: gang for gang in scenario.gangs}
         self._dispatch = Dispatch(scenario.gangs, scenario.device_sharing)
-        self._flow = Flow(scenario.spec, self._dispatch, on_step=self._step_over, on_unread=lambda version: None)
+        self._flow = Flow(scenario.spec, self._dispatch, on_step=lambda *_: None, on_unread=lambda _: None)
         self._now = self._done = 0.0
         """`_now`: the time. `_done`: reading of the clock of work (explained in `cores`), which differs from the time
         only if workers share cores."""
         self._sequence = 0
-        self._heap: list[tuple[float, int, _Kind, object, int]] = []
+        self._heap: list[tuple[float, int, _Kind, Any, int]] = []
         self._shared = None if scenario.cores is None else SharedClock(scenario.cores)
         self._unbooked = 0
         """Number of commits that the driver has not handled yet. Always 0 if the driver's work is not simulated."""
@@ -312,6 +325,9 @@ class _Simulation:
             for gang in scenario.gangs
             for index in range(1 if gang.is_ordered else gang.workers)
         }
+        self._changed: list[_Worker] = []
+        """Workers that got a shard at this time. The next end of a row is predicted once the clock moves on, since
+        several shards may come at the same time."""
         self._down: set[tuple[str, int]] = set()
         self._out: dict[Address, Execution] = {}
         """Node's address -> its attempt that has not ended."""
@@ -320,14 +336,15 @@ class _Simulation:
         self._gap = Gap.BOOKKEEPING
         self._last_of: dict[str, Execution] = {}
         """Gang's name -> its execution that ended last."""
-        self._lengths: dict[int, dict[int, list[int]]] = {}
-        """A cache: step -> shard -> response tokens. Held-out shards are numbered after the training shards."""
         self._replayable: dict[str, deque[float]] = {}
         self._published: list[float] = []
         self._stage_s: defaultdict[str, float] = defaultdict(float)
         self._staleness: Counter[int] = Counter()
         self._last: Execution | None = None
         self._random = random.Random(scenario.seed)
+        slow = scenario.stragglers or Stragglers(0.0, 1.0)
+        self._slow_factor, self._slow_below = slow.factor, math.ceil(slow.share * 2**64)
+        """A node is a straggler if the hash of its address is below `_slow_below`."""
         self._failures = 0
         self._replayed_s = 0.0
         if scenario.failures is not None:
@@ -339,60 +356,70 @@ class _Simulation:
         return self._costs.engine_queue() if Role.GENERATE in gang.roles else None
 
     def run(self) -> Played:
-        dispatch, flow, heap = self._dispatch, self._flow, self._heap
+        dispatch, flow, heap, shared, changed = self._dispatch, self._flow, self._heap, self._shared, self._changed
         for gang, index in self._workers:
             dispatch.on_worker_up(gang, index)
         flow.advance()
         shares = bool(self._scenario.device_sharing)
         asks = True
-        while not flow.is_finished:
+        while True:
             if asks:
+                if flow.is_finished:
+                    return self._result()
                 for submit in dispatch.next_submits():
                     self._submitted(submit)
                 for one in dispatch.next_handovers() if shares else ():
                     hand_over = self._scenario.hand_over_s
                     seconds = hand_over.get(one.giver, 0.0) + hand_over.get(one.taker, 0.0)
                     self._push(self._now + seconds, _HANDED_OVER, one.giver)
-            if self._shared is None:
+            if changed and not (heap and heap[0][0] <= self._now):
+                for worker in changed:
+                    self._predict_rows(worker)
+                changed.clear()
+            if shared is None:
                 assert heap, "nothing runs, and the run is not finished"
                 self._now, _, kind, subject, stamp = heapq.heappop(heap)
                 self._done = self._now
             else:
-                kind, subject, stamp = self._next_of_both(self._shared)
-            self._gap = Gap.BOOKKEEPING
-            # Dispatch is not told of these three kinds, so it has no new instructions after them
-            asks = kind is not _READY and kind is not _ROWS_ENDED and kind is not _BOOKED
+                kind, subject, stamp = self._next_of_both(shared)
+            self._gap = _BOOKKEEPING
+            asks = True
             if kind is _END:
-                assert isinstance(subject, Execution)
                 if not subject.is_lost:
                     self._ended(subject)
             elif kind is _ROWS_ENDED:
-                assert isinstance(subject, _Worker)
+                asks = False  # Dispatch is not told of such an event, so it has no new instructions after it
                 if subject.stamp == stamp:
                     self._rows_ended(subject)
+            elif kind is _COMPUTED:
+                asks = False
+                if not subject.is_lost:
+                    self._computed(subject)
             elif kind is _READY:
-                assert isinstance(subject, Execution)
+                asks = False
                 if not subject.is_lost:
                     self._cause = subject.cause
                     self._enqueue(subject)
             elif kind is _BOOKED:
+                asks = False
                 self._booked()
             elif kind is _HANDED_OVER:
-                assert isinstance(subject, str)
                 self._cause, self._gap = self._last_of.get(subject), Gap.HAND_OVER
                 dispatch.on_handed_over(subject)
             elif kind is _UP:
-                assert isinstance(subject, tuple)
                 self._down.discard(subject)
                 self._cause, self._gap = self._last_of.get(subject[0]), Gap.REBUILD
                 dispatch.on_worker_up(*subject)
             else:
                 self._fail()
-        return self._result()
 
-    def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, object, int]:
-        """Advance to the earliest event of both heaps: `_heap` has events at fixed times, and `_work` has events at
-        readings of the clock of work. Return the event's kind, subject and stamp."""
+    def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, Any, int]:
+        """Take the next event from the two heaps, and advance the time and `clock` to it. Return the kind of the event,
+        its subject (such as an attempt or a worker) and its stamp. The stamp shows whether the event is outdated.
+
+        Events in `_heap` are ordered by time. Events in `_work` are ordered by the reading of `clock`, which runs
+        slower while the host has more working threads than cores.
+        """
         assert self._heap or self._work, "nothing runs, and the run is not finished"
         ends = clock.time_of(self._work[0][0]) if self._work else math.inf
         if self._heap and self._heap[0][0] <= ends:
@@ -409,7 +436,7 @@ class _Simulation:
 
     def _submitted(self, submit: Submit) -> None:
         node = submit.node
-        one = Execution(submit, self._now, self._lengths_of(node), self._cause, self._gap)
+        one = Execution(submit, self._now, self._generated(node.address), self._cause, self._gap)
         self._out[node.address] = one
         if submit.mode is _ORDERED:
             self._sequence += 1
@@ -423,8 +450,20 @@ class _Simulation:
         if not one.parents_left:
             self._is_ready(one)
 
+    def _generated(self, address: Address) -> Sequence[int]:
+        """Return the response length, in tokens, of each row that a node samples. Held-out shards are numbered after
+        the training shards."""
+        scenario, stage = self._scenario, address.stage
+        if stage == "generate":
+            return scenario.lengths.rows(address.step, address.shard, scenario.rows_per_shard)
+        if stage == "evaluate":
+            shard = scenario.spec.shards + address.shard
+            return scenario.lengths.rows(address.step, shard, scenario.eval_rows_per_shard)
+        return ()
+
     def _is_ready(self, one: Execution) -> None:
-        """Put an attempt that waits for no parent into its worker's queue, after the overhead of its node."""
+        """Put an attempt whose parents have all ended into the queue of its worker, after a delay of
+        `NodeCosts.overhead` seconds."""
         one.cause, one.gap = self._cause, self._gap
         overhead = self._costs.overhead(one.submit.node)
         if overhead > 0:
@@ -438,7 +477,7 @@ class _Simulation:
         worker = self._workers[submit.gang, submit.replica]
         one.is_ready = True
         if submit.mode is not _ORDERED:  # the same priority as the driver gives to Dask
-            urgency = 100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20
+            urgency = 100 * node.priority[0] + node.priority[1] + node.address.shard / 2**20
             self._sequence += 1
             queue = worker.shards if submit.mode is _SLOT else worker.queue
             heapq.heappush(queue, (urgency, self._sequence, one))
@@ -469,7 +508,7 @@ class _Simulation:
         stage = node.address.stage
         one.started_s = self._now
         if after is not None:
-            one.cause, one.gap = after, Gap.BOOKKEEPING
+            one.cause, one.gap = after, _BOOKKEEPING
         refit_s = 0.0
         if stage in ENGINE_STAGES and node.version != worker.version:
             refit_s = self._costs.refit_s() if worker.version is not None else 0.0
@@ -482,37 +521,49 @@ class _Simulation:
             for other in (one, *worker.running):
                 other.beside = True
         worker.running.append(one)
-        if worker.engine is None or not one.lengths or stage not in _GENERATION:
-            seconds = self._costs.seconds(node, one.lengths)
-            if self._scenario.stragglers is not None:
-                seconds *= self._straggling(node.address)
+        if worker.engine is None or not one.lengths:
+            seconds = refit_s + self._costs.seconds(node) * self._straggling(node.address)
+            behind = self._behind_s(one.submit.gang, stage)
+            kind = _COMPUTED if behind else _END
             if worker.cores:
-                self._push_work(self._done + refit_s + seconds, _END, one)
+                self._push_work(self._done + max(0.0, seconds - behind), kind, one)
             else:
-                self._push(self._now + refit_s + seconds, _END, one)
+                self._push(self._now + max(0.0, seconds - behind), kind, one)
             return
         if refit_s:
             worker.engine.pause(refit_s, self._done)
         worker.engine.add(one, one.lengths, self._done)
-        self._predict_rows(worker)
+        if worker not in self._changed:
+            self._changed.append(worker)
 
     def _straggling(self, address: Address) -> float:
-        chosen = self._scenario.stragglers
-        if chosen is None:
+        if not self._slow_below:
             return 1.0
         digest = xxhash.xxh64_intdigest(f"{self._scenario.seed} {address}".encode())
-        return chosen.factor if digest < chosen.share * 2**64 else 1.0
+        return self._slow_factor if digest < self._slow_below else 1.0
+
+    def _computed(self, one: Execution) -> None:
+        """Handle the moment at which an attempt has computed its output, and only has to store and commit it. Its
+        worker computes the next node meanwhile."""
+        worker = self._workers[one.submit.gang, one.submit.replica]
+        one.has_computed = True
+        self._leave(one, worker)
+        self._begin(worker, one)
+        self._push(self._now + self._behind_s(one.submit.gang, one.submit.node.stage), _END, one)
 
     def _ended(self, one: Execution) -> None:
-        """Handle a node's commit."""
+        """Handle the end of an attempt at a node: its output is committed. Free its place on the worker, let waiting
+        attempts start, and update the statistics, Dispatch and Flow."""
         submit, now = one.submit, self._now
         node, worker = submit.node, self._workers[submit.gang, submit.replica]
-        address, stage = node.address, node.stage
+        address, stage = node.address, node.address.stage
         one.finished_s = now
         self._cause = self._last = self._last_of[submit.gang] = one
         del self._out[address]
-        self._leave(one, worker)
-        self._begin(worker, one)
+        if not one.has_computed:
+            self._leave(one, worker)
+            if worker.queue or worker.shards:
+                self._begin(worker, one)
         for child in one.followers:
             child.parents_left -= 1
             if not child.parents_left and not child.is_lost:
@@ -550,7 +601,8 @@ class _Simulation:
     # ---- Rows of the shards that share a replica -----------------------------------------------------------------
 
     def _predict_rows(self, worker: _Worker) -> None:
-        """Predict again when the rows of the next shard of a replica will end, and push an event for that time."""
+        """Push an event for the next end of a row on a replica. Its time is predicted anew, because the rows of the
+        replica have changed. Earlier events of this kind for the replica become outdated."""
         assert worker.engine is not None
         worker.stamp += 1
         at = worker.engine.next_end()
@@ -558,13 +610,13 @@ class _Simulation:
             self._push_work(at, _ROWS_ENDED, worker, worker.stamp)
 
     def _rows_ended(self, worker: _Worker) -> None:
-        """Handle the end of the last rows of one or more shards. Next, their outputs are stored."""
+        """Handle the end of a row. If it was the last row of its shard, the shard's output is stored next."""
         assert worker.engine is not None
         for one, _ in worker.engine.finish():
-            assert isinstance(one, Execution)
             after = self._costs.after_rows_s(beside=one.beside)
             late = (self._straggling(one.submit.node.address) - 1) * (self._now - one.started_s + after)
-            self._push_work(self._done + after + late, _END, one)
+            behind = self._behind_s(one.submit.gang, one.submit.node.stage)
+            self._push_work(self._done + after + late - behind, _COMPUTED if behind else _END, one)
         self._predict_rows(worker)
 
     def _leave(self, one: Execution, worker: _Worker) -> None:
@@ -597,7 +649,7 @@ class _Simulation:
         for address in self._dispatch.on_worker_down(*where):
             one = self._out.pop(address)
             one.is_lost = True
-            if not math.isnan(one.started_s):
+            if not (math.isnan(one.started_s) or one.has_computed):
                 self._leave(one, self._workers[one.submit.gang, one.submit.replica])
         lost = self._workers[where]
         lost.version, lost.engine = None, self._engine_of(gang)
@@ -608,38 +660,15 @@ class _Simulation:
         self._replayed_s += replayed_s
         self._push(self._now + failures.rebuild_s + replayed_s, _UP, where)
 
-    # ---- Lengths and the result ----------------------------------------------------------------------------------
-
-    def _lengths_of(self, node: Node) -> Sequence[int]:
-        """Return the response tokens of a node's rows. A publication has no rows. A canary has the rows of shard 0."""
-        stage, step, shard = node.address.stage, node.address.step, node.address.shard
-        if stage in SHARDED:
-            return self._shard(step, shard, self._scenario.rows_per_shard)
-        if stage in _HELD_OUT:
-            return self._shard(step, self._scenario.spec.shards + shard, self._scenario.eval_rows_per_shard)
-        if stage.startswith("canary"):
-            return self._shard(min(step, self._scenario.spec.steps - 1), 0, self._scenario.rows_per_shard)
-        if stage == "publish":
-            return ()
-        count = self._scenario.rows_per_shard
-        return [n for s in range(self._scenario.spec.shards) for n in self._shard(step, s, count)]
-
-    def _shard(self, step: int, shard: int, count: int) -> list[int]:
-        known = self._lengths.setdefault(step, {})
-        if shard not in known:
-            known[shard] = self._scenario.lengths.rows(step, shard, count)
-        return known[shard]
-
-    def _step_over(self, step: int, nodes: Iterable[Node]) -> None:
-        for past in [known for known in self._lengths if known <= step]:
-            del self._lengths[past]
+    # ---- The heap and the result -------------------------------------------------------------------------------------
 
     def _push(self, at: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _push_work(self, reading: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
-        """Push an event for the moment at which the clock of work (explained in `cores`) shows `reading` seconds."""
+        """Push an event for the moment at which the clock of work shows `reading` seconds. This clock runs slower than
+        time while more threads work than there are cores (see `cores`)."""
         self._sequence += 1
         heapq.heappush(self._work, (reading, self._sequence, kind, subject, stamp))
 

@@ -43,12 +43,13 @@ class Form:
     gangs: Mapping[str, frozenset[Role]]
     """Gang's name -> its roles. Only gangs that hold models are listed."""
     shares_devices: bool = False
-    """True if these gangs and the engine use the same devices, one after the other."""
+    """True if the gangs in `gangs` and the engine take turns on the same devices."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The input of a search."""
+    """The input of a search for the fastest placement of a run: the run, the cluster with its measured or assumed
+    speeds, the response lengths, and the values to try."""
 
     run: PlannedRun
     cluster: HardwareCluster
@@ -66,7 +67,8 @@ class Space:
         return self.run.config
 
     def sampled(self, shards: int) -> bool:
-        """Return True if the lower bounds of a plan with this many shards are estimated from a sample of its shards."""
+        """Return True if the lower bounds on the times of a plan with this many shards are estimated from a sample of
+        the shards."""
         return shards > _EXACT_SHARDS
 
     @property
@@ -75,9 +77,15 @@ class Space:
         return None if self.run.on_gpus else self.devices
 
     def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
-        """Return the number of devices that the gangs use together, or None if there are too few devices. Devices that
-        the form's gangs share count once. On a host without GPUs, the gangs may have up to two threads per core
-        together, and the result is at most the number of cores. `devices`: number of devices of each gang."""
+        """Return the number of devices that all gangs together use, or None if there are too few devices.
+
+        If the gangs of the form share devices, the shared devices count once. On a host without GPUs, the gangs use
+        threads in place of devices. All gangs together may have up to two threads per core. The result is then the
+        number of threads or the number of cores, whichever is smaller.
+
+        Args:
+            devices: number of devices, or of threads, of each gang.
+        """
         used = max(devices) if form.shares_devices else sum(devices)
         if self.cores is not None and used <= 2 * self.cores:
             return min(used, self.cores)
@@ -151,9 +159,9 @@ def assembled(
     shards: int,
     staleness: int,
 ) -> RunConfig:
-    """Return the space's config with the gangs of `form`, an engine and a scoring gang. `chosen`: gang's name -> its
-    settings, and its changes to other sections of the config (`Option.changes`). An engine or a gang of models that is
-    not in `chosen` has one worker."""
+    """Return the space's config with these gangs: one for the engine, one for scoring, and the gangs of `form`, which
+    hold the models. `chosen`: gang's name -> its settings, and its changes to other sections of the config
+    (`Option.changes`). An engine or a gang of models that is not in `chosen` has one worker."""
     base = space.base
     gangs = {SCORE: _scorers(space, chosen), GENERATE: gang_settings(space, frozenset({Role.GENERATE}))}
     gangs |= {name: gang_settings(space, roles) for name, roles in form.gangs.items()}
@@ -184,9 +192,15 @@ def assembled(
 
 
 def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
-    """Return the settings of the scoring gang. They are copied from the gang that has the scoring role in the config.
-    If this gang also has roles other than scoring and advantages, the settings are defaults. On several nodes, if
-    `chosen` has an engine, there is one scoring worker for each node of the engine."""
+    """Return the settings of the gang that computes scores. `workers`, `threads` and `concurrent_shards` are copied
+    from the gang that has the scoring role in the config. There are two exceptions:
+
+    - If that gang has roles besides scoring and advantages, all three settings are the defaults.
+    - On several nodes, if `chosen` has the gang of the engine, `workers` is the number of the engine's nodes.
+
+    Args:
+        chosen: gang's name -> its settings, and its changes to other sections of the config.
+    """
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
     settings = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
@@ -198,8 +212,13 @@ def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, A
 
 
 def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
-    """Return `config` with the number of nodes of each gang (`slurm.gangs`) and workers that join (`cluster.kind`:
-    `attached`). On one node return it without node numbers (`cluster.kind`: `local`): the driver starts the workers."""
+    """Return `config` with the settings that start its workers on the cluster.
+
+    On one node, the driver starts all workers (`cluster.kind`: `local`). On several nodes, workers are started outside
+    of the driver and join it (`attached`). `slurm.gangs` then says how many nodes each gang has. The scoring gang has
+    no nodes of its own and runs on those of another gang. If gangs share devices, they all run on the nodes of the one
+    that needs the most.
+    """
     if space.cluster.nodes == 1:
         return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
     per_node = space.cluster.gpus_per_node

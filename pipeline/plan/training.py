@@ -1,46 +1,67 @@
-"""Work of forward passes and of updates on a gang's ranks: a node's roofline, in seconds at the hardware's peaks.
+"""Seconds of forward passes and of updates on the ranks of a gang, at the hardware's peaks (the roofline).
 
-A gang has t x d x p ranks (tensor, data, pipeline). It divides rows over its d data-parallel ranks, and the rows of
-each rank into m micro-batches. With F operations of all rows:
+**One micro-batch.** A gang has t x d x p ranks (tensor, data, pipeline). It divides the rows of a node over its d
+data-parallel ranks. Each data-parallel rank divides its rows into m micro-batches. The time S that a pipeline stage
+needs for one micro-batch is limited by arithmetic or by memory:
 
-    stage             max(F / (t d p m rate),  bytes of its weights and gradients / bandwidth)     of one micro-batch
-    sweep             (m + p - 1) stage                              1F1B: p - 1 stages are the bubble
-    training          F is the operations of 3 forward passes and of the recomputation. Frozen blocks do not count, nor
-                      (with LoRA) the gradients of frozen weights
-    weights           a forward pass reads the weights. A backward pass reads them once for the gradients of its inputs,
-                      and reads and writes the gradients of the trained weights
-    tensor parallel   all-reduces of a micro-batch's hidden states in each block: 2 forward and 2 backward. If `mlp` is
-                      recomputed there is 1 more, and if everything is recomputed there are 2 more. With sequence
-                      parallelism each all-reduce is a reduce-scatter and an all-gather, and the backward pass gathers
-                      the inputs of two linears once more (not with a CPU's kernels, which keep the gathered inputs)
-    data parallel     gradients are all-reduced once for each optimizer step; with ZeRO-1 they are
-                      reduce-scattered, and the weights are gathered
-    optimizer         bytes of gradients, masters and moments, each read and written once
-    calls             a fixed cost of every block that a micro-batch goes through. The frozen blocks are called once for
-                      each width of a micro-batch's rows. Widths are assumed to be spread evenly between a length and
-                      its double
+    S = max(F / (t x d x p x m x rate),  bytes / bandwidth)
 
-On a CPU, element-wise operations count too (norms, rotary embedding, SwiGLU, softmax, additions). For each of E numbers
-that they write, F grows by `_ELEMENT_FLOPS` operations at the float32 rate. On GPUs the calibrated efficiency includes
-them. E was measured on one thread of a CPU with AVX-512, torch 2.13, hidden sizes h of 64 and 576 (L blocks, i
-intermediate size, n length of a row, V vocabulary size):
+    F          number of operations for all rows. In training: 3 forward passes and the recomputation. Frozen blocks do
+               not count. With LoRA, the gradients of frozen weights do not count either.
+    bytes      weights and gradients that a rank reads and writes. A forward pass reads the weights. A backward pass
+               reads them once for the gradients of its inputs, and reads and writes the gradients of the trained
+               weights.
+    rate       peak rate of a rank in FLOP/s
+    bandwidth  peak memory bandwidth of a rank
 
-    E                 tokens L (6 h + 2 i) + 8 L heads sum n^2 + 10 V x sampled tokens; a backward pass has 1.5 E
+**All micro-batches** together take (m + p - 1) x S. Of this time, (p - 1) x S is the pipeline bubble (1F1B). Four
+other costs are added:
+
+- Optimizer step: gradients are read for the norm and for the step, and set to zero. Masters and moments are read and
+  written. The weights are written if they are not the masters themselves. Muon's orthogonalisation adds arithmetic.
+- Tensor parallelism: each block all-reduces the hidden states of a micro-batch 2 times forward and 2 times backward.
+  There is 1 more all-reduce if `mlp` is recomputed, and there are 2 more if everything is recomputed. With sequence
+  parallelism, each all-reduce is a reduce-scatter and an all-gather. The backward pass then also gathers the inputs of
+  two linear layers once more. The kernels for CPUs keep these inputs instead.
+- Data parallelism: gradients are all-reduced once for each optimizer step. With ZeRO-1 they are reduce-scattered, and
+  the weights are gathered.
+- Calls: a fixed cost of every block that a micro-batch goes through.
+
+**Frozen blocks** pad each row to one of a few widths. For example, rows of 65 to 128 tokens are padded to 72, 80, ...,
+120 or 128 tokens. The frozen blocks are called once for each width that occurs in a micro-batch. There are `_WIDTHS`
+widths from n to 2 n tokens, where n is a power of two. Each row is assumed to have one of these widths, all with the
+same probability.
+
+**On a CPU**, element-wise operations count too (norms, rotary embedding, SwiGLU, softmax, additions). On GPUs the
+calibrated efficiency includes them. The operations of a forward pass write E numbers:
+
+    E = tokens x L x (6 h + 2 i)  +  8 x L x heads x (sum of n^2)  +  10 x V x sampled tokens
+
+    L  number of blocks      h  hidden size      i  intermediate size      n  length of a row      V  vocabulary size
+
+The last term is 0 for the critic. A backward pass writes 1.5 E numbers. Each number takes the time of `_ELEMENT_FLOPS`
+operations at the float32 rate (`ELEMENTS`). E was measured on one thread of a CPU with AVX-512, with torch 2.13 and
+hidden sizes of 64 and 576. Element-wise operations have an efficiency of their own, because they do not profit from
+16-bit products.
 
 Small micro-batches are slower on a CPU. If the hidden states of a micro-batch have c numbers, the rate is at most
 max(1, floor(c / `_GRAIN`)) times the float32 rate of one thread. The reasons: torch uses at most this number of
 threads, and 16-bit products of this size are not faster.
 
-`check --trace` lists the collectives of a layout. The counts here were compared with this list for sequence parallelism
-with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some collectives of the
-backward pass with a matrix product.
+**Collectives.** `check --trace` lists the collectives of a layout. The counts above were compared with this list for
+sequence parallelism with `mlp` recomputed. Tensor-parallel collectives count in full, although Megatron overlaps some
+collectives of the backward pass with a matrix product.
 
 On GPUs and with `portable` kernels, data-parallel collectives overlap with passes, here and in a run
-(`stages.models.gradient_buffers`). Gradients overlap with the last micro-batch's backward pass, and gathered weights
-with the next minibatch's first forward pass. One bucket of gradients and one bucket of weights overlap with nothing.
-The weights that are gathered after the last minibatch overlap with nothing either. A collective costs only the seconds
-by which it is longer than the pass beside it. Collective and pass are compared at the hardware's peaks. In a pipeline,
-the pass of the first stage is taken, because this stage ends last.
+(`stages.models.gradient_buffers`):
+
+- The gradients are reduced during the backward pass of the last micro-batch.
+- The weights are gathered during the first forward pass of the next minibatch. After the last minibatch, nothing
+  overlaps with this.
+
+Such a collective costs only the seconds by which it is longer than the pass, but at least the seconds of one bucket.
+Collective and pass are compared at the hardware's peaks. In a pipeline, the pass of the first stage is taken, because
+this stage ends last.
 
 Sources: Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, sections 2 and 3), sequence parallelism (Korthikanti et
 al. 2022, arXiv 2205.05198, section 4.2.2), ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), overlap (Li et al. 2020,
@@ -52,10 +73,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.config.hardware import HardwareCluster
+from pipeline.plan.calibration import ELEMENTS
 from pipeline.plan.links import Numbers, all_reduce_s, gather_s, larger, link_of, send_s, smaller
 from stages.models.config import OptimizerConfig
 from stages.models.flops import forward_flops, matrix_numbers
@@ -75,9 +98,11 @@ _GRAIN = 32_768
 """Minimum number of elements per thread. On a CPU, torch uses at most one thread for each 32,768 elements of an
 operation (ATen/TensorIterator.h: GRAIN_SIZE)."""
 _ELEMENT_FLOPS = 50
-"""Number of float32 operations of a matrix product that take as long as one element of an element-wise operation."""
+"""Cost of one number that an element-wise operation writes on a CPU. The unit is the time of one float32 operation in a
+matrix product."""
 _WIDTHS = 8
-"""Number of padded widths between a length and its double. The frozen blocks (`Trunk`) pad rows to these widths."""
+"""Number of different widths to which the frozen blocks (`Trunk`) pad rows with lengths from n to 2 n tokens, where n
+is a power of two. For example, rows with 65 to 128 tokens are padded to 72, 80, ..., 120 or 128 tokens."""
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Minimum number of parameters in a bucket of gradients: in total, and for each data-parallel rank. The larger minimum
 applies (megatron-core, distributed/distributed_data_parallel.py)."""
@@ -85,15 +110,18 @@ applies (megatron-core, distributed/distributed_data_parallel.py)."""
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one node, or of the nodes of several shards."""
+    """The work of one node: seconds of arithmetic and memory reads, seconds of collectives, and the number of calls,
+    each of which costs a fixed time. For several shards, each number is an array with one entry per shard."""
 
     parts: dict[str, Numbers]
-    """Limit (`ARITHMETIC`, ...) -> seconds at the hardware's peaks."""
+    """Resource or cause that limits the speed (`ARITHMETIC`, `WEIGHTS`, `BUBBLE`, ...) -> seconds that it takes at the
+    hardware's peaks. The seconds add up."""
     links: dict[str, Numbers]
     """Kind of collective (`TENSOR`, ...) -> seconds at the links' full bandwidth."""
     calls: Numbers = 0.0
-    """Number of calls with a fixed cost: decoding passes, rows of scoring and advantage nodes, or blocks that
-    micro-batches go through."""
+    """Number of fixed costs (`StageSpeed.call_s`), for launches and Python. Engines have one for each decoding pass.
+    Scoring and advantage nodes have one for each row. Forward passes and updates have one for each transformer block
+    and micro-batch."""
 
     @property
     def roofline(self) -> float:
@@ -144,8 +172,8 @@ def rows_of(prompt: float, lengths: Sequence[int]) -> Rows:
     return Rows(len(lengths), len(lengths) * prompt + sampled, squares, sampled)
 
 
-def rows_of_shards(prompt: float, lengths: np.ndarray) -> Rows:
-    """Return the rows of several shards. `lengths`: tokens of the responses (shards, rows)."""
+def rows_of_nodes(prompt: float, lengths: np.ndarray) -> Rows:
+    """Return the rows of several nodes. `lengths`: tokens of the responses (nodes, rows)."""
     whole, sampled = prompt + lengths, lengths.sum(axis=1)
     count = lengths.shape[1]
     return Rows(count, count * prompt + sampled, (whole * whole).sum(axis=1), sampled)
@@ -160,7 +188,8 @@ class GangSpeed:
     flops: float
     """Peak rate of one rank, in FLOP/s."""
     small_flops: float
-    """Peak float32 rate of one CPU thread, in FLOP/s. It limits operations on few numbers. Infinite on GPUs."""
+    """Peak float32 rate of one CPU thread, in FLOP/s. It limits operations on small tensors, which torch divides among
+    few threads. Infinite on GPUs."""
     element_flops: float
     """Peak float32 rate of all threads of a rank, in FLOP/s. It limits element-wise operations. Infinite on GPUs."""
     bytes_per_s: float
@@ -205,7 +234,8 @@ class _Pass:
     """Number of blocks that a pipeline stage computes. Each has a fixed cost."""
 
     def plus(self, other: _Pass) -> _Pass:
-        """Return both passes as one pass. Its `blocks` are those of `self`; the blocks of `other` are not added."""
+        """Return a pass with the sums of the costs of both passes. Only `blocks` is not a sum: it is copied from
+        `self`."""
         return _Pass(
             self.operations + other.operations,
             self.elements + other.elements,
@@ -231,8 +261,8 @@ def update_work(
     gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, *, epochs: int, minibatches: int
 ) -> Work:
     """Return the work of an update of a role's model: `epochs` passes over the rows, each with `minibatches` optimizer
-    steps. The frozen blocks' outputs are kept from earlier passes. If `model.reuse_forward` lists the role, the first
-    of the `epochs` needs no forward pass."""
+    steps. The frozen blocks' outputs are kept from earlier passes. If `model.reuse_forward` lists the role, each epoch
+    has only one minibatch. The first epoch then needs no forward pass."""
     part, steps = rows.share(minibatches), epochs * minibatches
     forward, backward = _forward_pass(gang, role, part, trunk=False), _backward_pass(gang, role, part)
     kept = minibatches if role in gang.models.model.reuse_forward else 0
@@ -242,10 +272,10 @@ def update_work(
         gang,
         role,
         steps,
-        _stage(gang, optimizer, part, forward)[0],
-        _stage(gang, optimizer, part, backward)[0],
+        _stage(gang, optimizer, part, forward).seconds,
+        _stage(gang, optimizer, part, backward).seconds,
     )
-    links = {DATA: exchanged} if exchanged else {}
+    links = {DATA: exchanged} if gang.models.data_ranks > 1 else {}
     return swept.plus(_optimizer_step(gang, role).times(steps)).plus(Work({}, links))
 
 
@@ -264,9 +294,12 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
-    """Return the number of blocks that a pipeline stage computes in a pass. This is the stage's share of all blocks
-    if the frozen blocks are computed (`trunk`) or if all blocks are frozen. Else it is the stage's share of the blocks
-    above the frozen blocks."""
+    """Return the number of blocks that one pipeline stage computes in a pass, if all blocks are divided equally among
+    the stages.
+
+    A pass computes the blocks above the frozen blocks. If `trunk` is true, it computes the frozen blocks too. If a
+    model has no blocks above the frozen blocks, the frozen blocks are always counted.
+    """
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 
@@ -297,7 +330,8 @@ def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
 
 
 def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
-    """Return the operations of a forward pass."""
+    """Return the number of floating-point operations of a forward pass over all rows, on all ranks together. `trunk`:
+    True if the frozen blocks are computed too."""
     spec, is_critic = gang.models.spec_of(role), role is Role.CRITIC
     blocks = gang.models.num_blocks(role) + (gang.models.model.frozen_blocks if trunk else 0)
     outputs, num_outputs = (1, rows.tokens) if is_critic else (spec.vocab_size, rows.sampled)
@@ -306,8 +340,8 @@ def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers
 
 def _backward(gang: GangSpeed, role: Role, rows: Rows) -> Numbers:
     """Return the operations of a backward pass. For each matrix product of the forward pass, the backward pass has two
-    products (for the gradients of the input and of the weight), or one if the weight is frozen. With LoRA, the
-    adapters' products of the forward and the backward pass are added."""
+    products (for the gradients of the input and of the weight), or one if the weight is frozen. With LoRA, the result
+    also includes the adapters' products of the forward pass, because `_forward` does not count them."""
     operations, model = 2 * _forward(gang, role, rows, trunk=False), gang.models.model
     spec, blocks = gang.models.spec_of(role), gang.models.num_blocks(role)
     if model.lora.rank:
@@ -324,33 +358,50 @@ def _mlp_numbers(gang: GangSpeed, role: Role) -> int:
 
 
 def _sweep(gang: GangSpeed, role: Role, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> Work:
-    """Return the work of rows that go through the pipeline in micro-batches."""
+    """Return the work of sending rows through the pipeline of a gang, in micro-batches. The argument `passes` describes
+    what is computed for the rows: a forward pass, a backward pass, or both."""
     models, layout = gang.models, gang.models.layout
     if not rows.count:
         return NO_WORK
     stages = layout.pipeline
     rank_rows = rows.share(models.data_ranks)
     count = micro_batches(rank_rows, optimizer)
-    stage, is_computed = _stage(gang, optimizer, rows, passes)
+    stage = _stage(gang, optimizer, rows, passes)
     links, turns = dict[str, Numbers](), count + stages - 1
-    parts: dict[str, Numbers] = {ARITHMETIC: count * stage * is_computed, WEIGHTS: count * stage * (1 - is_computed)}
+    parts = {
+        ARITHMETIC: count * stage.products_s,
+        ELEMENTS: count * stage.elements_s,
+        WEIGHTS: count * stage.memory_s,
+    }
     hidden = rank_rows.tokens / count * models.spec_of(role).hidden_size * models.dtype_bytes
     if layout.tensor > 1:
         link, ranks = link_of(gang.cluster, layout.tensor), layout.tensor
         half = gather_s(link, ranks, hidden) if layout.sequence_parallel else all_reduce_s(link, ranks, hidden) / 2
         links[TENSOR] = turns * models.num_blocks(role) / stages * passes.halves * half
     if stages > 1:
-        parts[BUBBLE] = (stages - 1) * stage
+        parts[BUBBLE] = (stages - 1) * stage.seconds
         link = link_of(gang.cluster, 2, layout.tensor * models.data_ranks)
         links[PIPELINE] = turns * passes.sends * send_s(link, hidden / layout.tensor)
     return Work(parts, links, turns * passes.blocks)
 
 
-def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> tuple[Numbers, Numbers]:
-    """Return the seconds of one micro-batch in one pipeline stage, and a flag: 1 if arithmetic limits the speed, 0 if
-    memory bandwidth limits it."""
+class _Stage(NamedTuple):
+    """The seconds of one micro-batch in one pipeline stage. Either arithmetic limits them (matrix products, and
+    element-wise operations on CPUs), or the bandwidth of the memory."""
+
+    products_s: Numbers
+    elements_s: Numbers
+    memory_s: Numbers
+
+    @property
+    def seconds(self) -> Numbers:
+        return self.products_s + self.elements_s + self.memory_s
+
+
+def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pass) -> _Stage:
+    """Return the seconds of one micro-batch in one pipeline stage."""
     if not rows.count:
-        return 0.0, 1
+        return _Stage(0.0, 0.0, 0.0)
     layout, rank_rows = gang.models.layout, rows.share(gang.models.data_ranks)
     count = micro_batches(rank_rows, optimizer)
     # on a CPU, further threads and 16-bit products save no time if a micro-batch has few numbers
@@ -358,9 +409,10 @@ def _stage(gang: GangSpeed, optimizer: OptimizerConfig, rows: Rows, passes: _Pas
     rate = smaller(gang.flops, parts * gang.small_flops)
     element_rate = smaller(gang.element_flops, parts * gang.small_flops) / _ELEMENT_FLOPS
     share = rank_rows.count / rows.count / (layout.tensor * layout.pipeline * count)
-    computed = share * (passes.operations / rate + passes.elements / element_rate)
+    products, elements = share * passes.operations / rate, share * passes.elements / element_rate
     moved = passes.moved / gang.bytes_per_s
-    return larger(computed, moved), 1 * (computed >= moved)
+    is_computed = 1 * (products + elements >= moved)
+    return _Stage(products * is_computed, elements * is_computed, moved * (1 - is_computed))
 
 
 def micro_batches(rows: Rows, optimizer: OptimizerConfig) -> Numbers:
@@ -384,7 +436,7 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
     return Work({OPTIMIZER: moved_s + orthogonalisation_flops(models, role) / gang.flops}, {})
 
 
-def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backward_s: float) -> float:
+def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: Numbers, backward_s: Numbers) -> Numbers:
     """Return the seconds that the data-parallel collectives of `steps` optimizer steps add to the passes.
 
     Args:
@@ -404,7 +456,7 @@ def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: float, backwa
         return steps * (gradients + weights)
     buckets = max(1, math.ceil(numbers / max(_BUCKET, _BUCKET_PER_RANK * data)))
 
-    def exposed(seconds: float, beside: float) -> float:
-        return max(seconds / buckets, seconds - beside)
+    def exposed(seconds: float, beside: Numbers) -> Numbers:
+        return larger(seconds / buckets, seconds - beside)
 
     return steps * exposed(gradients, backward_s) + (steps - 1) * exposed(weights, forward_s) + weights

@@ -91,7 +91,7 @@ from storage.locks import holder, is_named, open_lock, take_lock
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _POLL_S = 0.2
-"""Seconds between two checks for something that does not exist yet."""
+"""Seconds between two attempts to read the scheduler file and to connect to the driver."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
 """Longest time to wait for the driver's answer to a join request."""
@@ -328,8 +328,13 @@ def _connection_arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> SchedulerFile:
-    """Read a scheduler file. Raises WorkerRefused if the file is invalid or unreadable, or if it belongs to another
-    user. Raises OSError if the file does not exist yet, or if it may become readable soon."""
+    """Read a scheduler file.
+
+    Raises:
+        WorkerRefused: the file is invalid, this user has no permission to read it, or another user owns it. A later try
+            would fail too.
+        OSError: the file does not exist yet, or a network filesystem has failed. A later try may succeed.
+    """
     try:
         return read_scheduler_file(path)
     except StoreError as error:
@@ -337,8 +342,11 @@ def _read_file(path: Path) -> SchedulerFile:
 
 
 def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
-    """Return True if the scheduler file at `path` still has the content `file`. If so, no later driver of this run
-    listens yet, because each driver removes old scheduler files before it listens."""
+    """Return True if the scheduler file at `path` still has the content `file`. An unreadable file gives False.
+
+    Each driver of a run removes the files of earlier drivers before it listens. So True also means that no later driver
+    listens yet.
+    """
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -452,7 +460,7 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinRefused:
-    """The refusal of a worker."""
+    """The driver's refusal of a worker that asked to join the run."""
 
     gang: str
     index: int
@@ -533,8 +541,16 @@ _REMOVAL_S = 120.0
 
 @contextmanager
 def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None]:
-    """Lock a board, remove the boards of dead runs beside it, and hold the lock during the block. Afterwards remove the
-    board itself, unless another process uses it. `driver_lock`: path of the lock file of an attached run's driver.
+    """Keep a board in use during the block. A board is a directory of the published weights of one run, usually in
+    shared memory.
+
+    At the beginning, take a shared lock on the board's lock file, and then remove the boards of dead runs in the same
+    folder. At the end, release the lock, and remove the board itself unless another process still uses it.
+
+    Args:
+        board: directory of the board. It need not exist yet.
+        driver_lock: path of the lock file that the driver of an attached run holds. From it, other processes can tell
+            whether the run is dead. None: a local run.
 
     Raises:
         StoreError: the board's lock file belongs to another user, or another process keeps an exclusive lock on it for
@@ -573,7 +589,8 @@ def _is_dead(driver_lock: Path) -> bool:
 
 
 def _remove_if_unused(lock: IO[str], path: Path) -> None:
-    """Remove a board and its lock, unless a process holds the lock."""
+    """Remove the directory of published weights (the board) and its lock file, unless another process holds a lock on
+    the file. `lock`: the opened lock file. `path`: path of the lock file."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_named(lock, path):  # otherwise the lock was removed, and the board belongs to a later user
@@ -625,7 +642,8 @@ def interface_with(address: str) -> str | None:
 # ---- reason of an end ------------------------------------------------------------------------------------------
 
 _MAX_REASON_CHARS = 500
-"""Maximum number of characters of a reason. It is limited because the reason becomes part of an event."""
+"""Maximum number of characters of the reason that a worker process records when it ends itself. A longer reason is cut,
+because it becomes part of an event in the run's journal."""
 
 
 def write_exit_reason(log: str | None, reason: str) -> None:
@@ -643,7 +661,8 @@ def with_exit_reason(driver_reason: str, log: str | None) -> str:
 
 
 def clear_exit_reason(log: str | None) -> None:
-    """Remove a reason that an earlier process left and that no driver has read."""
+    """Remove the file beside `log` in which an earlier process left the reason why it ended itself. The file is still
+    there if no driver has read it."""
     if log is not None:
         _read_and_remove(_reason_file(log))
 

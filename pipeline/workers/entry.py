@@ -81,8 +81,9 @@ class _Resident:
     runtime: Runtime
     mirror: WeightMirror | None = None
     begun_calls: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
-    """(address, attempt) of the last calls that began here. Dask does not repeat older calls, because the driver limits
-    the lineage that Dask remembers."""
+    """Keys (address, attempt) of the latest calls that began in this process, at most `_MAX_REMEMBERED_CALLS`. They
+    serve to recognise a call that Dask repeats. Dask repeats no older calls, because the driver limits how many tasks
+    Dask remembers."""
 
 
 _resident: _Resident | None = None
@@ -92,7 +93,9 @@ built."""
 _MAX_RANKS = 4096
 """Maximum number of ranks that may wait at once until rank 0 accepts their connections."""
 _MAX_REMEMBERED_CALLS = 16384
-"""Number of calls to remember. A worker gets fewer calls in 8 steps (`attempts.MAX_LINEAGE`) of 256 shards."""
+"""Number of calls that a worker remembers, to recognise a call that Dask repeats. Dask can repeat the calls of the last
+8 steps (`attempts.MAX_LINEAGE`). Even with 256 shards per step, a worker gets fewer calls than this number in 8 steps.
+"""
 
 
 def open_rendezvous(spec: WorkerSpec) -> str:
@@ -157,15 +160,23 @@ def _write_to(path: Path, headline: str) -> None:
 
 
 def run_node_task(call: Call, *parents: object) -> Ref | None:
-    """Run a node as a Dask task, and return the reference of the node's commit. Report the outcome to the driver in a
-    message. (The driver would have to fetch a task's result from this process. The process may have died or been
-    stopped by then.) `parents`: the parents' references, which Dask needs for its edges. The node reads its inputs from
-    the store.
+    """Run a node as a Dask task. Return the reference of the node's commit, and send the outcome to the driver in a
+    message.
 
-    If a finished task's result is lost with a process, Dask runs the task again. It also runs the task's ancestors
-    again if their results are gone. Such a repeated call must not reach the runtime, so it is answered from the ledger.
-    It raises WorkerLost if the ledger has no commit of the node. Raises PeerFailed if another rank of the gang
-    failed."""
+    The message is needed because the returned result stays in this process. The process may be dead or stopped when the
+    driver asks for the result.
+
+    If a process dies, Dask runs again the finished tasks whose results were in that process, and perhaps their
+    ancestors. A repeated call is not run a second time: its result is looked up in the ledger.
+
+    Args:
+        parents: references to the commits of the parent nodes. They only give Dask the edges of its graph. The node
+            reads its inputs from the store.
+
+    Raises:
+        WorkerLost: this process must not run the call (see `run_node`), and the ledger has no commit of the node.
+        PeerFailed: another rank of the gang failed, and rank 0 did not.
+    """
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
@@ -180,7 +191,7 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
 
 
 def _is_for_this_process(call: Call) -> bool:
-    """Return True if this process was built for the call and has not begun it before."""
+    """Return True if the call was sent to this incarnation of this worker, and this attempt has not begun here."""
     resident = _resident
     if resident is None or (resident.spec.name, resident.spec.incarnation) != (call.worker, call.incarnation):
         return False
@@ -191,7 +202,8 @@ def run_node(call: Call) -> Outcome:
     """Run one attempt at a node in this process, and return its outcome.
 
     Raises:
-        WorkerLost: this process was not built for the call, or has begun the call before.
+        WorkerLost: the call was sent to another worker or to another incarnation of this worker (the incarnation counts
+            how often a worker was built anew). Or this attempt has begun here before, and Dask repeats it.
     """
     resident = _resident
     if resident is None or not _is_for_this_process(call):
@@ -211,7 +223,8 @@ _TOLERANCE_S = 0.1
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, and rank 0 did not. The driver already has the other rank's error."""
+    """Rank 0's error if another rank of the gang failed in a call and rank 0 did not. The other rank has already
+    reported its own error to the driver."""
 
 
 def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
@@ -253,7 +266,8 @@ class ForwardedCall:
 
 
 def call_for_rank(call: Call, index: int) -> Call:
-    """Return the call to forward to rank `index`."""
+    """Return the copy of a call that rank 0 forwards to rank `index`. The copy names the worker of that rank. It has no
+    `peers`, so that rank does not forward it again."""
     return replace(call, worker=worker_name(call.gang, index), peers=())
 
 

@@ -34,13 +34,15 @@ class BackgroundWriter:
         self._pending[name] = self._thread.submit(work)
 
     def wait_for(self, name: str) -> None:
-        """Wait for the pending piece of this name, if there is one. Raises the piece's error if the piece failed."""
+        """Wait until the work that was last submitted under this name is done. Return at once if there is none. Raises
+        the error of the work if it failed."""
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.result()
 
     def wait_for_all(self) -> None:
-        """Wait for all pending pieces. Raises the error of the first piece that failed."""
+        """Wait until all submitted work is done. If some of it failed, raise the error of the work that was submitted
+        first."""
         errors = [error for future in self._pending.values() if (error := future.exception()) is not None]
         self._pending.clear()
         if errors:

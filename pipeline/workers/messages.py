@@ -22,13 +22,17 @@ PEER_ERRORS = (RuntimeError, OSError)
 """Errors that a collective raises if a peer is lost; other code raises them too."""
 
 MESSAGE_TIMEOUT_S = 30.0
-"""Seconds without a message after which a worker that sends weights, or that has accepted rows, counts as lost. The
-limit is lower if `cluster.deadline_s` is short."""
+"""Seconds to wait for the next message of another worker that sends weights or has accepted rows. After this time the
+other worker counts as lost. If a quarter of `cluster.deadline_s` is less, that is the limit."""
 
 
 class WorkerLost(RuntimeError):
-    """The process that was to run a call died. Or the worker's present process was not built for the call, or has begun
-    the call before."""
+    """A call cannot run in the process that it was sent to. There are three cases:
+
+    - The process has died.
+    - The worker was built anew, so its present process is another incarnation.
+    - The process has begun the same call before. Dask repeats a call if its result was lost.
+    """
 
     def __init__(self, worker: str, incarnation: int) -> None:
         super().__init__(worker, incarnation)
@@ -42,7 +46,7 @@ class MirrorSpec:
     """The board of published weights on a host, and the worker that is asked first for missing versions."""
 
     board: str
-    """Directory of the host's board."""
+    """Directory on this host in which published weights are kept (the board)."""
     publisher: str
     """Name of the worker that publishes the weights."""
     timeout_s: float
@@ -105,12 +109,19 @@ class Call:
     worker: str
     incarnation: int
     sequence: int | None = None
-    """Number of the node in the gang's order, the same on every rank."""
+    """Position of the node in the order in which the ranks of the gang run their nodes. All ranks use the same order.
+    None: the node is not part of such an order, as in a pool of replicas."""
     ledger: str | None = None
-    """URL of the run's ledger. A process that must not run the call looks there for the node's commit
-    (`run_node_task`)."""
+    """URL of the run's ledger. If a process must not run the call, it looks there for the node's commit (see
+    `run_node_task`). Usually Dask has then repeated the call, because its result was lost. None: such a call raises
+    WorkerLost.
+    """
     peers: tuple[str, ...] = ()
     """Dask addresses of the other ranks, in a call to rank 0 of a gang. Rank 0 forwards the call to them."""
+    is_first: bool = False
+    """True if the driver hands the node out for the first time, and found no commit of it when it started. A worker
+    then runs the node without looking for its commit. If there is one all the same, by a worker of an earlier driver,
+    this attempt loses."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +132,13 @@ class Outcome:
     attempt: str
     """Name of the call's attempt."""
     ref: Ref | None
-    """Reference to the commit; None on ranks other than 0."""
+    """Reference to the commit of the call's output; None on ranks other than 0."""
     worker: str
     index: int
     started: float
     """Time of the start, in seconds since the epoch by the worker's clock."""
     finished: float
-    """Time of the end, by the same clock."""
+    """Time at which the call ended, in seconds since the epoch by the worker's clock."""
     store_s: float
     """Seconds of the call spent on reading and writing the store, ledger, weights and checkpoints."""
     warnings: tuple[str, ...] = ()
@@ -147,7 +158,7 @@ class FailureKind(StrEnum):
     PEER = "peer"
     """The worker raised an error that the death of a peer would cause too."""
     OWN = "own"
-    """The worker raised any other error."""
+    """The worker raised an error that belongs to none of the other kinds. The death of a peer cannot explain it."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +213,7 @@ class SleepReport:
     index: int
     incarnation: int
     number: int
-    """Number of the order."""
+    """Number of the driver's order to free the devices."""
     seconds: float
     error: str | None
 
@@ -235,9 +246,12 @@ class MigrationDone:
     num_bytes: int
     """Bytes of the keys and values that were copied while their rows went on decoding."""
     held_s: float
-    """Seconds for which the engine passes of both replicas waited for these copies."""
+    """Seconds for which the copying of keys and values kept the engines from computing: the sum for the sending and the
+    receiving replica."""
     standstill_s: float
-    """Seconds from the time at which a row was taken out until it was accepted, summed over the rows."""
+    """Seconds for which rows did not decode because they moved to the other replica, summed over the rows. For each
+    row: from its removal from this replica's engine until the other replica accepted it.
+    """
     waiting: tuple[Address, ...]
     """Nodes of this replica that only wait for rows on other replicas, as in `RowsReport`."""
     refusal: str | None = None

@@ -89,7 +89,8 @@ class WorkerParts:
     store: RolloutStore
     board: WeightBoard
     writeback: Writeback
-    """Moves committed arrays into their place while the next node computes."""
+    """Thread that moves the files of a committed record to their final place in the store. The next node computes
+    meanwhile."""
     clock: Clock = field(default_factory=Clock)
     prompts: PromptTable | None = None
     scorer: Scorer | None = None
@@ -99,7 +100,8 @@ class WorkerParts:
     updates: ExactlyOnceUpdates | None = None
     """The models and their updates, if the gang has models."""
     scoring_ranks: Any = None
-    """This rank's membership (a `ParallelRank`) in a gang whose ranks divide the models of its rewards."""
+    """This rank's place in its gang (a `ParallelRank`) for reward models that are divided over the gang's ranks. None
+    if the gang does not divide its reward models."""
     fetcher: Fetcher | None = None
     """Gets versions of the weights from other hosts if this host lacks them."""
     numerics: dict[str, str] = field(default_factory=dict)
@@ -201,7 +203,8 @@ class WorkerParts:
 
 
 def require_part(part: Held | None) -> Held:
-    """Return a part, which must not be None because the role of the call needs it."""
+    """Return `part`, an optional field of `WorkerParts` such as the engine. Raises AssertionError if it is None. In
+    that case the worker was not built for the role of the call."""
     assert part is not None, "this worker was built for other roles than the call's"
     return part
 
@@ -277,8 +280,8 @@ def _build_scorer(config: RunConfig) -> Scorer:
 
 
 def _is_being_published(board: WeightBoard, manifest: Manifest) -> bool:
-    """Return True if a living process may still commit this version: it wrote the version on this host, and the
-    version is no copy from another host."""
+    """Return True if the process that wrote this version on this host is still alive. It may then still commit the
+    version. Return False for a version that was copied from another host."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 

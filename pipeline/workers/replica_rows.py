@@ -19,7 +19,7 @@ from storage.address import Address
 
 @dataclass(eq=False)
 class Shard:
-    """A node whose rows are being sampled here."""
+    """A node of the run's graph: a shard of rows that this replica samples."""
 
     address: Address
     keys: frozenset[RowKey]
@@ -27,7 +27,8 @@ class Shard:
 
 
 class ArrivingRow:
-    """Owns a row from another replica while it arrives and continues here: first its copied parts, then the row."""
+    """Owns a row that another replica hands to this one. First copies of its keys and values arrive, while the row
+    still decodes in the other replica. Then the row itself is handed over and decodes here."""
 
     def __init__(self, engine: MigratingEngine) -> None:
         self._engine = engine
@@ -35,7 +36,8 @@ class ArrivingRow:
         self._accepted: AcceptedRows | None = None
 
     def write_in(self, part: CopiedPart) -> float:
-        """See `MigratingEngine.write_in`."""
+        """Store copied keys and values of the arriving row in this engine. Return the seconds for which this kept the
+        engine from computing. Raises the errors of `MigratingEngine.write_in`."""
         self._parts_of = part.key
         return self._engine.write_in(part)
 
@@ -53,7 +55,8 @@ class ArrivingRow:
 
 
 class ReplicaRows:
-    """Tracks where the rows of this process's shards are, and alone calls the engine's migration methods."""
+    """Tracks which rows of this process's shards decode here and which have migrated to other replicas. All migrations
+    of rows to and from this replica's engine are made through this object."""
 
     def __init__(self, engine: VersionedEngine, timeout_s: float) -> None:
         """`timeout_s`: seconds without a message after which a replica that accepted rows counts as lost."""
@@ -105,7 +108,8 @@ class ReplicaRows:
         return self._rows.version
 
     def copy_out(self, key: RowKey, start: int) -> CopiedPart | None:
-        """See `MigratingEngine.copy_out`."""
+        """Return a copy of a row's keys and values from position `start` on, or None if the row cannot be copied. See
+        `MigratingEngine.copy_out`."""
         return self._rows.copy_out(key, start)
 
     def migrate_out(self, rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart]) -> list[MigratedRow]:
@@ -134,7 +138,12 @@ class ReplicaRows:
         self._rows.deliver(ticket, completion)
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Take back rows that were to migrate, and continue them here."""
+        """Take back rows that were handed to another replica, and continue them here. The other replica has refused the
+        rows, cannot finish them, or is lost.
+
+        A row that no caller waits for is dropped. If the engine's weights have changed since a row left, the row's
+        caller gets RowsLost.
+        """
         with self._lock:
             for ticket in tickets:
                 self._elsewhere.pop(ticket, None)

@@ -153,8 +153,12 @@ class _Sender:
                     await asyncio.to_thread(self.rows.give_back, [ticket])
 
     async def _copy(self, comm: Comm, request: MigrationRequest) -> CopiedPart | None:
-        """Send the keys and values of a row up to the row's last full block, while the row goes on decoding. Return the
-        last part, or None if the row has ended or is not being decoded."""
+        """Send copies of a row's keys and values to the other replica, up to the row's last full block of the cache.
+        The row goes on decoding meanwhile.
+
+        Return the last copy that was made. Its field `stop` says how many positions the other replica now has. Return
+        None if the row can no longer be copied, for example because it has ended.
+        """
         part = await asyncio.to_thread(self.rows.copy_out, request.key, 0)
         while part is not None:
             self.held_s += part.held_s
@@ -247,7 +251,8 @@ async def _arrived(comm: Comm, rows: ReplicaRows, version: int, arrival: ExitSta
 
 
 async def _host(comm: Comm, incoming: AcceptedRows) -> None:
-    """Send a row's completion when it is finished, and heartbeats until then. Raises OSError if the source is lost."""
+    """Send the completion of an accepted row to the replica that the row came from, and heartbeats until the row is
+    finished. Raises OSError if that replica is lost."""
     finished: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

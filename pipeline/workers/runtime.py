@@ -1,8 +1,9 @@
 """The runtime of a worker process: how it runs a call.
 
     call ──► committed already? ──yes──► return the reference
-               │no
+               │no, or the node's first call
                └► read inputs from the store ──► the stage's pure function ──► write, commit ──► reference
+                                                 └─ its turn (turns.py) ─┘
 
 `stages.py` maps each stage to its function, and `parts.py` builds the engine and models that a worker needs. The
 functions of stages that change or publish weights look for the commit, and write it, themselves.
@@ -16,9 +17,11 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from pipeline.config.loading import to_yaml
 from pipeline.config.placement import gang_of_role
@@ -29,6 +32,7 @@ from pipeline.workers.entry import Runtime
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.parts import build_parts
 from pipeline.workers.stages import ComputedStage, StageOutput, binding_of
+from pipeline.workers.turns import Turn, Turns
 from pipeline.workers.weight_transfer import Fetcher
 from stages.models.config import LayoutConfig
 from stages.models.protocol import MODEL_ROLES, Role
@@ -39,8 +43,12 @@ class StageRuntime(Runtime):
     """Owns a worker's engine and models."""
 
     def __init__(self, spec: WorkerSpec, *, same_layout: bool = True) -> None:
-        """`same_layout`: True if the models have the layout that made the run's commits, so that a replayed update must
-        give the same digest. Raises UnboundStage if a stage has no function."""
+        """Build the worker's engine and models.
+
+        `same_layout`: True if the models are divided over processes in the same way as when the run's updates were
+        committed. Then a repeated update must give the digest in its commit. Raises UnboundStage if a stage has no
+        function.
+        """
         for stage in STAGE_ROLES:
             binding_of(stage)
         # Megatron recommends Transformer Engine and Apex in warnings. Its errors are still shown.
@@ -48,39 +56,51 @@ class StageRuntime(Runtime):
         self.parts = build_parts(spec, same_layout=same_layout)
         self.numerics, self.rows = self.parts.numerics, self.parts.rows
         self._last_sequence = -1
+        self._turns = Turns()
+        self._threads = torch.get_num_threads()
 
     def run(self, call: Call) -> Outcome:
         """Return the outcome of a call. Run the call's node first, unless the node has a commit already."""
+        with self._turns.queued() if self.parts.gang.is_ordered else nullcontext(Turn()) as turn:
+            return self._run(call, turn)
+
+    def _run(self, call: Call, turn: Turn) -> Outcome:
         spec, clock = self.parts.spec, self.parts.clock
-        started, clock.seconds = time.time(), 0.0
         if spec.size > 1 and call.sequence is not None:
             assert call.sequence > self._last_sequence, f"{call.address}: the gang's order was broken"
             self._last_sequence = call.sequence
         binding = binding_of(call.address.stage)
         inputs_are_read = self.parts.read_ahead(call)
+        turn.wait()
+        if self.parts.gang.is_ordered:  # OpenMP keeps the number for each thread, and calls come in two of them
+            torch.set_num_threads(self._threads)
+        started, clock.seconds = time.time(), 0.0
         with self.parts.name_collectives(call):
             if isinstance(binding, ComputedStage):
-                commit = self._commit_once(call, binding, inputs_are_read)
+                commit = self._commit_once(call, binding, inputs_are_read, turn)
             else:
                 inputs_are_read()
-                commit = binding.run(self.parts, call)
+                commit = binding.run(self.parts, call, turn)
         ref = commit.ref() if commit is not None and (spec.size == 1 or spec.index == 0) else None
         warned, self.parts.warnings = tuple(self.parts.warnings), []
         return Outcome(
             call.address, call.attempt, ref, spec.name, spec.index, started, time.time(), clock.seconds, warned
         )
 
-    def _commit_once(self, call: Call, binding: ComputedStage, inputs_are_read: Callable[[], None]) -> Commit | None:
+    def _commit_once(
+        self, call: Call, binding: ComputedStage, inputs_are_read: Callable[[], None], turn: Turn
+    ) -> Commit | None:
         """Return the node's commit. If the node has no commit, compute its output and commit it first. Return None on a
         rank that holds no part of the output. `inputs_are_read`: waits until the node's inputs are in the store's
-        cache."""
+        cache. `turn`: ends when the output is computed."""
         parts = self.parts
-        commit = parts.find_commit(call.address, closed=False)
+        commit = None if call.is_first else parts.find_commit(call.address, closed=False)
         if commit is not None:
             return commit
         inputs_are_read()
         started = time.time()
         output = binding.compute(parts, call)
+        turn.end()
         if output.record is None:
             return None
         with parts.clock.bookkeeping():
@@ -128,8 +148,11 @@ def local_config(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def was_held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
-    """Return True if the run held the model of each of these roles in one process. Then sums may have the same bits in
-    this process."""
+    """Return True if the run held the model of each of these roles in one process. Roles without a model are ignored.
+
+    If True, this process can add numbers in the same order as the run did. So a repeated computation can give the same
+    bits. In other layouts the sums may differ by rounding.
+    """
     gangs = [config.placement.gangs[config.placement.roles[role.value]] for role in roles if role in MODEL_ROLES]
     return all(gang.workers == 1 for gang in gangs)
 

@@ -1,12 +1,15 @@
-"""The scheduler file of an attached run: the scheduler's address, the run's certificate and its config, for workers.
+"""The scheduler file of an attached run. In this file a driver gives its workers the scheduler's address, the run's
+certificate with its key, and the run's config.
 
     RUN/attached/                   mode 0700
-      scheduler-000001.json         mode 0600; one for each driver of the run; the newest counts
-      shared-000001                 the nonce of the scheduler file; a worker that reads another content does not join,
-                                    because its host does not see the driver's directory
+      scheduler-000001.json         mode 0600; one for each driver; workers read the newest
+      shared-000001                 a random text, the nonce, which the scheduler file contains too
 
-Everybody who can read the scheduler file can join, and can make every worker run anything. A driver removes its file
-when it ends normally. The file of a killed driver is removed by the next driver.
+The second file shows whether a worker's host sees the driver's directory. The worker compares the nonces of both files.
+If they differ, the driver refuses the worker.
+
+Everybody who can read the scheduler file can join, and can make every worker run any code. A driver removes its file
+when it ends normally. If a driver was killed, the next driver removes the file.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class SchedulerFile:
     working_dir: str
     """Working directory of the driver, where relative paths of the config begin."""
     nonce: str
-    """The content of `attached/shared-NNNNNN` in the run's directory."""
+    """Unique text that the driver also writes to `attached/shared-NNNNNN` in the run's directory. A worker joins only
+    if it reads the same text there. This shows that its host sees the driver's directory."""
     certificate: str = field(repr=False)
     key: str = field(repr=False)
     config: str = field(repr=False)
@@ -55,7 +59,8 @@ class SchedulerFile:
 
     @property
     def shared(self) -> Path:
-        """File with the nonce. A host that can read this file sees the driver's directory."""
+        """Path of a file that the driver wrote into the run's directory. The file contains `nonce`. If a worker reads
+        the same nonce there, its host and the driver's host share the directory."""
         return RunPaths(Path(self.run_dir)).attached / f"shared-{self.stem}"
 
 
@@ -80,9 +85,10 @@ def newest_driver(run_dir: Path) -> int:
 
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
-    """Write the file, which only this user can read. The file gets its name when it is complete. Raises FileExistsError
-    if the name is taken. Raises another OSError if the file cannot be written. After an error, no copy of the key is
-    left.
+    """Write a scheduler file that only this user can read. The file appears under its name only when it is complete.
+
+    Raises FileExistsError if the name is taken. Raises another OSError if the file cannot be written. The content
+    includes the private key of the run's certificate. So after an error no temporary file is left.
     """
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ from pipeline.observe.engine_metrics import shard_metrics
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, require_part
+from pipeline.workers.turns import Turn
 from pipeline.workers.weight_transfer import TransferStats
 from stages.advantage import advantage
 from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
@@ -88,8 +89,9 @@ class SelfCommittingStage:
     """A stage that changes or publishes weights. Its function looks for the node's commit by itself, and writes it if
     there is none."""
 
-    run: Callable[[WorkerParts, Call], Commit | None]
-    """Function that runs the node and returns its commit; None on ranks other than 0."""
+    run: Callable[[WorkerParts, Call, Turn], Commit | None]
+    """Function that runs the node in the call's turn, which it may end, and returns the node's commit; None on ranks
+    other than 0."""
 
 
 Binding = ComputedStage | SelfCommittingStage
@@ -114,8 +116,9 @@ def compute_policy_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
 
 
 def compute_canary_logprobs(parts: WorkerParts, call: Call) -> StageOutput:
-    """Compute the trainer's log-probs of the canaries: the rows on which engine and trainer are compared. Only for runs
-    that compute no log-probs of whole shards."""
+    """Compute the policy's log-probs of the canary rows: the few rows on which engine and trainer are compared. Only
+    runs without the stage `logprob` have this stage. In other runs that stage already gives the log-probs of all rows.
+    """
     host, settings = require_part(parts.updates).model_at(Role.POLICY, call.version), parts.config.mismatch
     record = canary_logprob(host, parts.read_record(call.inputs[0]), rows=settings.rows)
     return StageOutput(record, host.trunk_counts(), weight_versions=(call.version,))
@@ -156,7 +159,9 @@ def score_rollout(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Sc
 
 
 def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
-    """Return the arguments for `score`. The other ranks of a gang call `follow` with the same arguments."""
+    """Return the arguments for the functions `score` and `follow` of `stages/score.py`. If the ranks of a gang divide
+    the reward models, rank 0 calls `score`, and the other ranks call `follow` with the same arguments. `held_out`: True
+    to score with the rewards of evaluations."""
     scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
     rewards = scorer.held_out if held_out else scorer.training
     return rewards, scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
@@ -254,9 +259,13 @@ def _run_in_engine(
     *,
     exact: bool,
 ) -> tuple[Answer, int]:
-    """Call `run` with the engine, while the engine has the call's version of the weights. Unless `exact`, the engine
-    may also have a newer version. Call `run` again if rows came back from other replicas and the engine no longer has
-    their weights (RowsLost). Return the result of `run`, and how many of the rows (`keys`) other replicas finished."""
+    """Return the result of `run(engine)`, and how many of the rows (`keys`) were finished by other replicas.
+
+    During `run` the engine has the call's version of the weights. If `exact` is False, a newer version is allowed too.
+
+    A row may migrate to another replica and come back unfinished. If this engine has other weights by then, `run`
+    raises RowsLost. In that case the right weights are loaded again, and `run` is called again.
+    """
     rows = parts.rows
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
@@ -306,8 +315,10 @@ EXPORT = "export"
 """Name of the background work that writes an export."""
 
 
-def update(parts: WorkerParts, call: Call, *, role: Role) -> Commit | None:
-    """Update a role's model from version `step` to `step + 1`."""
+def update(parts: WorkerParts, call: Call, turn: Turn, *, role: Role) -> Commit | None:
+    """Update a role's model from version `step` to `step + 1`. The turn does not end before the commit: only then the
+    model may be used again."""
+    del turn
     started = time.time()
 
     def commit(metrics: dict[str, float], digest: str) -> Commit:
@@ -321,26 +332,28 @@ def update(parts: WorkerParts, call: Call, *, role: Role) -> Commit | None:
             )
 
     updates = require_part(parts.updates)
-    winner = updates.update(role, call.address.step, commit)
+    winner = updates.update(role, call.address.step, commit, is_first=call.is_first)
     if call.address.step + 1 == parts.config.steps:
         updates.background.wait_for_all()  # no later call would wait for the writes
     return winner
 
 
-def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
+def publish_version(parts: WorkerParts, call: Call, turn: Turn) -> Commit | None:
     """Publish a version of the policy, and export it if the config asks for this version. Return the commit on rank 0,
-    and None on other ranks. A version that has a commit is published again if its weights are gone from memory."""
+    and None on other ranks. A version that has a commit is published again if its weights are gone from memory; its
+    commit stays."""
     version, config = call.version, parts.config
-    started = time.time()
+    started, commit = time.time(), None
     host = require_part(parts.updates).model_at(Role.POLICY, version)
-    commit = parts.find_commit(call.address)
     exported = config.exports(version) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
     if version == config.steps:  # a resume after this commit has no node left that could finish the exports
         _write_exports(parts, version, exported)
         require_part(parts.updates).background.wait_for_all()
-    if manifest is not None and commit is None:
+    if not exported:
+        turn.end()
+    if manifest is not None:
         with parts.clock.bookkeeping():
             commit = parts.store.commit_only(
                 call.address,
@@ -355,8 +368,13 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Start to write this version's export if the export still has to be written (`exported`). In this case, and always
-    at the last version, also start to write the exports that dead processes left unfinished."""
+    """Begin to write exports in the background. `exported`: True if the export of `version` was begun and must now be
+    written.
+
+    - The export of `version` is written if `exported` is True.
+    - Exports of earlier versions that dead processes left unfinished are written if `exported` is True, or if `version`
+      is the last version of the run.
+    """
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
@@ -376,7 +394,7 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
     def begin() -> bool:
         if version in exports.versions():
             return False
-        exports.staged(version).mkdir(parents=True, exist_ok=True)
+        exports.begin(version)
         return True
 
     return bool(require_part(parts.updates).broadcast_from_rank_0(begin))
@@ -436,7 +454,9 @@ class UnboundStage(LookupError):
 
 
 def binding_of(stage: str) -> Binding:
-    """Return the binding of a stage. Raises UnboundStage if the stage has none; the message lists the bound stages."""
+    """Return the entry of a stage in the table `STAGES`: the function that runs the stage, wrapped in a class that says
+    who commits the result. Raises UnboundStage if the stage has no entry. The message lists the stages that have one.
+    """
     if stage not in STAGES:
         raise UnboundStage(
             f"stage {stage!r} of the graph has no binding: give it one in pipeline/workers/stages.py "

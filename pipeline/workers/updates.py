@@ -1,20 +1,26 @@
 """Make every update happen exactly once per version (law 3 of docs/architecture.md).
 
-The resident policy and critic each have a version. Before a node that needs version i runs, `model_at` brings the model
-to this version. Usually the model has it already. If this process is new, or an update failed half-way, it loads the
-newest checkpoint c <= i, or the start weights, and runs updates c .. i-1 again on their stored inputs. In the
-layout that made the commits, a replayed update must give the digest in its commit.
+The policy and the critic in memory each have a version. Before a node that needs version i runs, `model_at` brings the
+model to this version. Usually the model already has it. If not, `model_at` begins with the newest version c <= i that
+it can get: the model in memory, a checkpoint, or the start weights. (In a new process, or after an update that failed
+half-way, the model in memory cannot be used.) From there the updates c .. i-1 run again on their stored inputs. If the
+layout of the models has not changed, each of these updates must give the digest in its commit.
 
-    newest checkpoint c ──► saved with the digest that update c-1 committed? ──► every byte verified? ──► loads? ──►
-    digest of the weights as saved? ──► updates c .. i-1
-               │ any no
-               └► a warning, and the checkpoint before it
+A checkpoint must pass four tests:
 
-The weights are copied in memory between two updates, and written as a checkpoint while the next updates run. A process
-that dies while it writes leaves only files that do not count.
+    newest checkpoint c <= i ──► Is its recorded digest the digest that update c-1 committed?
+                             ──► Is every byte as it was saved?
+                             ──► Can it be loaded as version c?
+                             ──► Do the loaded weights have the recorded digest?
+                                   │ four times yes ──► run updates c .. i-1 again
+                                   └ any no ──► print a warning, and test the checkpoint before it
 
-In a gang all ranks do this together. Only rank 0 reads ledger and checkpoints; it decides and broadcasts. Two ranks
-that read them at different moments could decide differently.
+The weights are copied in memory between two updates. The copy is written as a checkpoint while the next updates run. If
+the process dies meanwhile, the unfinished files are ignored.
+
+In a gang all ranks do this together. Only rank 0 reads the ledger and lists the checkpoints, and it broadcasts its
+decision. If two ranks looked at different moments, they could decide differently. Every rank checks a share of a
+checkpoint's bytes.
 """
 
 from __future__ import annotations
@@ -126,11 +132,12 @@ class ExactlyOnceUpdates:
         return broadcast_from_rank_0(read, rank=self._rank, ranks=self._ranks)
 
     def model_at(self, role: Role, version: int) -> ModelHost:
-        """Bring the model of `role` to `version`, and return the host.
+        """Bring the model of `role` to `version`, and return the host that holds the models.
 
         Raises:
-            ReplayMismatch: a replayed update gave another digest than its commit holds (in the layout that made it).
-            MissingOutput: one of the updates that lead to `version` was never committed.
+            ReplayMismatch: an update that was run again gave another digest than its commit holds. Digests are compared
+                only if this object was made with `same_layout`.
+            MissingOutput: one of the updates that lead to `version` has no commit.
         """
         host = self.host
         if host.dirty(role) or host.version(role) != version:
@@ -147,13 +154,17 @@ class ExactlyOnceUpdates:
             self._replayed[role] = self._replayed.get(role, 0) + 1
         return host
 
-    def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
+    def update(
+        self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit], *, is_first: bool = False
+    ) -> Commit | None:
         """Make version `step + 1` resident. If the update has no commit yet, train it and commit it with `commit`.
-        Return the commit on rank 0, and None on other ranks."""
-        committed = self.broadcast_from_rank_0(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
-        if committed is not None:
-            self.model_at(role, step + 1)
-            return committed if self._rank == 0 else None
+        Return the commit on rank 0, and None on other ranks. `is_first`: train without looking for a commit
+        (`Call.is_first`). If there is one all the same, it wins, and must have the digest that was trained."""
+        if not is_first:
+            committed = self.broadcast_from_rank_0(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
+            if committed is not None:
+                self.model_at(role, step + 1)
+                return committed if self._rank == 0 else None
         self.model_at(role, step)
         metrics = self._train(role, step)
         metrics |= {f"{UPDATE_STAGE[role]}/{name}": value for name, value in self.host.last_update(role).items()}
@@ -161,10 +172,17 @@ class ExactlyOnceUpdates:
         if role in self._replayed:
             metrics[f"{role}/replayed_updates"] = float(self._replayed.pop(role))
         digest = self.host.digest(role)
-        winner = self.broadcast_from_rank_0(lambda: commit(metrics, digest))
+        is_saved = (step + 1) % self._every == 0
+
+        def committed_winner() -> Commit:
+            winner = commit(metrics, digest)
+            # A driver that was superseded may commit late. Its checkpoint must not replace the one that counts.
+            return (is_saved and self._ledger.closed_winner(Address(UPDATE_STAGE[role], step))) or winner
+
+        winner = self.broadcast_from_rank_0(committed_winner)
         self._verify(winner, digest)
         self.host.mark_clean(role)
-        if (step + 1) % self._every == 0:
+        if is_saved:
             self._save(role, step + 1, digest)
         return winner if self._rank == 0 else None
 
@@ -175,10 +193,15 @@ class ExactlyOnceUpdates:
         return committed, made
 
     def replay_all(self, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
-        """Run the updates of these steps once more, one after another, on their stored inputs. Yield (step, committed
-        digest, digest now). Works with one rank only. In the layout that made the commits, the iterator ends after the
-        first difference, since later commits were trained from other weights. Raises MissingOutput if an update has no
-        commit."""
+        """Run the updates of these steps once more on their stored inputs, in the order of the steps. Yield (step,
+        digest in the commit, digest now). Works with one rank only.
+
+        If this object was made with `same_layout`, the iterator ends after the first difference, because the later
+        commits were trained from other weights. In another layout the digests may differ by rounding, and all steps are
+        run.
+
+        Raises MissingOutput if an update has no commit.
+        """
         for step in steps:
             commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
             if commit is None:

@@ -31,7 +31,8 @@ class Clock(threading.local):
 
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
-        """Count the seconds of the block."""
+        """Add the duration of the block to the field `seconds`. Put this around work on the store, the ledger or new
+        weights, to keep its time apart from the time of computing."""
         started = time.perf_counter()
         try:
             yield
@@ -47,14 +48,16 @@ class VersionedEngine:
     """Owns an engine and decides which shards may use it together. The resident version is the version of the weights
     that the engine has.
 
-    Shards of the resident version share the engine. A shard of another version waits until all of these shards have
-    left, or only wait for rows in other replicas. Then it loads its weights, and shards of its version may enter.
-    Dispatch runs the oldest step first, so versions seldom alternate.
+    Shards that need the resident version use the engine at the same time. A shard that needs another version waits
+    until each of them is finished, or has all its unfinished rows in other replicas. Then it loads its version, and
+    other shards of this version may use the engine too. The driver sends the oldest step first, so the resident version
+    seldom changes.
 
-    If the engine updates in flight, a shard names the oldest version that it may be sampled with, and a newer resident
-    version is allowed too. A newer version is loaded while the rows in flight continue: by the first shard that needs
-    it, or by an order of the driver (`load_in_flight`). No version is newer than a row's step, since the step's update
-    waits for the row. Evaluations need exactly one version."""
+    Some engines take new weights while rows are in flight. With them, a shard states the oldest version that its rows
+    may be sampled with, and any newer resident version is allowed too. A newer version is loaded by the first shard
+    that needs it, or by an order of the driver (`load_in_flight`). The rows in flight continue. A row of step i never
+    gets a version above i, because version i + 1 is trained from this row. Evaluations need exactly one version.
+    """
 
     def __init__(
         self,
@@ -104,9 +107,12 @@ class VersionedEngine:
             self._leave(exact)
 
     def load_in_flight(self, version: int) -> None:
-        """Load a version while rows are in flight, if the engine updates in flight. Waits for shards that need exactly
-        one version. Does nothing if no rows are in flight, since the next shard loads the version that it needs. Raises
-        the errors of `engine_at`."""
+        """Load a version while rows are in flight, if the engine can do this. Does nothing if no shard uses the engine,
+        since the next shard loads the version that it needs.
+
+        Some shards, such as evaluations, need exactly one version. While such a shard uses the engine, this method
+        waits. Raises the errors of `engine_at`.
+        """
         with self._changed:
             wanted = self._in_flight and self._inside > 0
         if wanted:
@@ -194,12 +200,12 @@ class VersionedEngine:
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
-        """Return True if a shard that needs this version may enter now. Nothing may enter while weights are loaded.
-        Else one of three conditions is enough:
+        """Return True if a shard that needs this version may begin to use the engine now. The result is False while
+        weights are being loaded. Otherwise it is True in each of three cases:
 
-        - The engine is awake, and its version is allowed (`_is_allowed`).
-        - Neither the shard nor any shard inside needs exactly one version, so weights may change in flight.
-        - All shards inside only wait for rows on other replicas, or no shard is inside.
+        - The engine is awake, and its version is allowed (see `_is_allowed`).
+        - Weights may change in flight: `exact` is False, and no shard that uses the engine needs exactly one version.
+        - No shard uses the engine, or all that use it have their unfinished rows in other replicas.
         """
         if self._loading:
             return False
@@ -216,16 +222,20 @@ class VersionedEngine:
     # ---- rows that migrate ----
 
     def rows_left(self) -> None:
-        """Wake the shards that wait for another version, because rows may have left for another replica, or have
-        finished."""
+        """Wake the shards that wait to load another version of the weights. Call this when rows have migrated or
+        finished, because then perhaps no row here needs the resident version any more."""
         with self._changed:
             self._changed.notify_all()
 
     @contextmanager
     def resident(self, versions: Set[int]) -> Iterator[None]:
-        """Keep the resident version for rows of another replica, until the block ends or these rows have left again.
-        Raises RequestError if the engine sleeps or is loading weights, or if `versions` is not just the resident
-        version."""
+        """Return a context in which rows that arrived from another replica use the engine. The engine keeps its version
+        until the block ends, or until all these rows have migrated on. But an engine that takes new weights in flight
+        may load a newer version within the block.
+
+        `versions`: the versions that the rows need. Raises RequestError if the rows need any version other than the
+        resident one, or if the engine sleeps or is loading weights.
+        """
         with self._changed:
             if self._loading or self._asleep or versions != {self._version}:
                 raise RequestError(

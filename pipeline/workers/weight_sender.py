@@ -180,9 +180,9 @@ def serve(listener: socket.socket, board: WeightBoard, context: ssl.SSLContext) 
 
 
 def _answer(connection: socket.socket, board: WeightBoard, context: ssl.SSLContext) -> None:
-    """Send the stripe that a reader asks for. The connection is closed without an answer if the reader lacks the run's
-    certificate, or if the version is not here. The reader then asks a worker again, and that worker's answer has the
-    reason."""
+    """Send the stripe of a version that a reader on another host asks for. The connection is closed without an answer
+    if the reader lacks the run's certificate, or if this host lacks the version. To learn why a version is missing, the
+    reader asks a worker over Dask."""
     connection.settimeout(_IDLE_S)
     with suppress(OSError, MissingOutput), connection, context.wrap_socket(connection, server_side=True) as stream:
         with stream.makefile("rb") as requests:

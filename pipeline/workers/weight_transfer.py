@@ -1,22 +1,28 @@
 """Copy published weights to hosts that lack them. Each host has its own board of published weights
 (storage/weights.py), and a version is copied to each host once.
 
-    reader (its board lacks v)              publisher                          earlier asker (its host has, or gets, v)
-    ──────────────────────────              ─────────                          ─────────────
-    has the host's lock for v
-    ask ──────────────────────────────────► manifest, and whom to ask
-                                            └ askers 0 and 1: the publisher's sender
-        ◄──manifest, "ask that one"──────── └ asker k: asker (k - 2) // 2
-    ask ─────────────────────────────────────────────────────────────────────► its sender
-    connect to the sender ═══════════════════════════════════════════════════► as soon as its board has them:
-        pieces are checked and appended      ◄═════════pieces════════════════  the bytes of its own file
-    link the manifest: v exists here
+The publisher's host sends a version to two hosts only, whatever the number of hosts. Each further host gets it from a
+host that asked earlier. The publisher numbers the readers that ask for a version from 0, in the order of asking.
+Readers 0 and 1 get it from the publisher, and reader k gets it from reader (k - 2) // 2. So the hosts form a binary
+tree.
 
-The questions go over Dask's connections. The pieces come over separate connections, from a process that only sends
-(`weight_sender.py`). So the publisher's host sends two copies, whatever the number of hosts. Every other host passes on
-the bytes that it has while more arrive. A sender may die at any time: the reader then asks the publisher again, by its
-name, because a restarted publisher has another address and the same board. The reader continues where it stopped. Only
-the publisher's memory has the tree of askers, and losing it is harmless.
+    reader k                                publisher                          reader (k - 2) // 2
+    ────────                                ─────────                          ───────────────────
+    takes its host's lock for version v
+    asks for v ───────────────────────────►
+        ◄──────── manifest, whom to ask ─── notes k as the next reader
+    asks for v ──────────────────────────────────────────────────────────────►
+        ◄───────────────────────────────────────────── address of its sender ─
+    connects to the sender ══════════════════════════════════════════════════►
+        ◄════════════════════════════════════════ pieces, as they get there ══
+    checks and appends the pieces, then links the manifest: v exists here
+
+Questions go over Dask's connections. The pieces come over separate connections, from a process that only sends
+(`weight_sender.py`). A host passes on the bytes that it has while more arrive.
+
+A sender may die at any time. The reader then asks the publisher again and continues where it stopped. It finds the
+publisher by its name, because a restarted publisher has another address and the same board. Only the publisher's memory
+has the numbers of the readers, and losing them is harmless.
 
 The driver notifies readers when a version is published, so that the version has often arrived before it is needed. The
 driver also notifies readers when nobody reads a version any more. Both messages may be lost. Then the version is
@@ -71,8 +77,11 @@ class Fetcher(Protocol):
 
 
 class _SourceLost(Exception):
-    """The process that was asked has died, hangs, or is not ready. Or an earlier asker, to which the publisher
-    redirected this worker, does not have the version."""
+    """A version cannot be received from the process that was asked for it. There are two cases:
+
+    - The process has died, hangs, or is not ready.
+    - The publisher named another worker to ask, and that worker does not have the version.
+    """
 
     def __init__(self, message: str, redirected: bool) -> None:
         super().__init__(message)
@@ -119,7 +128,8 @@ class WeightMirror:
         self._counting = threading.Lock()
 
     def open(self) -> None:
-        """Begin to answer askers and to obey the driver's orders."""
+        """Register the Dask handlers of this mirror. From now on it answers workers that ask for a version. It also
+        obeys the driver's orders to fetch or release versions, and to remove the board."""
         self._worker.handlers |= {
             ASK: self._answer,
             FETCH: self._fetch_ahead,
@@ -134,8 +144,8 @@ class WeightMirror:
     # ---- for the runtime -------------------------------------------------------------------------------------
 
     def fetch(self, version: int) -> None:
-        """Copy a version from another host unless the board has it, and wait until it has arrived. Do not call this in
-        the thread of the worker's event loop.
+        """Copy a version from another host, unless this host has it already. Wait until it has arrived. Do not call
+        this in the thread of the worker's event loop.
 
         Raises:
             MissingOutput: the publisher does not have the version, or nobody reads the version any more.
@@ -204,7 +214,12 @@ class WeightMirror:
             await asyncio.sleep(_LOOK_S)
 
     def _earlier_asker(self, version: int, asker: str) -> str | None:
-        """Return the earlier asker that should send the version to `asker`, or None for the first `FAN_OUT` askers."""
+        """Return the Dask address of the worker that should send the version to the worker `asker` (also a Dask
+        address). The sender has asked for the same version earlier.
+
+        Return None for the first `FAN_OUT` workers that ask, because this host itself sends to them. So no host sends a
+        version to more than `FAN_OUT` others.
+        """
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
         askers = self._askers.setdefault(version, [])
@@ -273,9 +288,17 @@ class WeightMirror:
             self._board.release(version)
 
     async def _source(self, version: int, may_redirect: bool) -> _Source:
-        """Return the process that sends a version. The process belongs to the publisher, or to the worker that the
-        publisher names. Raises MissingOutput if the publisher does not have the version. Raises _SourceLost if the
-        publisher or the named worker does not answer, or if the named worker does not have the version."""
+        """Return the process from which this host can receive a version.
+
+        The worker that publishes the weights (the publisher) is asked first. If `may_redirect` is True, it may name
+        another worker that has asked for the version earlier. Then that worker is asked, and its host sends the
+        version.
+
+        Raises:
+            MissingOutput: the publisher does not have the version.
+            _SourceLost: the publisher or the named worker does not answer, or the named worker does not have the
+                version.
+        """
         with _raise_as_lost(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]

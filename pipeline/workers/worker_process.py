@@ -134,13 +134,17 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 
 
 def trainer_environment(roles: Collection[str], gpus: str | None) -> dict[str, str]:
-    """Return further environment variables for a worker that trains a model or holds the reference on GPUs and has no
-    engine. Return no variables for any other worker. A user's own values stay.
+    """Return environment variables for the process of a worker. A worker gets them if it has GPUs, has no engine, and
+    trains a model or holds the reference model. For other workers the result is empty. A value that the user has set
+    stays.
 
-    Expandable segments keep buffers of many sizes from leaving holes in the GPU's memory. Workers with an engine do not
-    get expandable segments, because the engine's CUDA graphs need fixed segments. With one connection to the device,
-    which Megatron asks for, kernels start in the order of their launch. So a collective of sequence parallelism
-    overlaps the matrix product that is launched after it."""
+    - `PYTORCH_ALLOC_CONF`: expandable segments. With them, buffers of many sizes leave no holes in the GPU's memory. A
+      worker with an engine does not get them, because CUDA graphs need fixed segments.
+    - `CUDA_DEVICE_MAX_CONNECTIONS`: 1, as Megatron asks. Then kernels start in the order of their launch. So a
+      collective of sequence parallelism overlaps the matrix product launched after it.
+
+    `gpus`: value of `CUDA_VISIBLE_DEVICES` for the worker. None or empty: the worker has no GPUs.
+    """
     if not gpus or Role.GENERATE in roles or MODEL_ROLES.isdisjoint(roles):
         return {}
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -172,24 +176,32 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
-    """Return the Dask resources of one worker: a slot per concurrent shard (one in an ordered gang), and a pin for
-    nodes that need no slot. `waiting`: further slots of a pool's worker, for shards that only wait for rows in other
-    replicas."""
+    """Return the Dask resources of one worker:
+
+    - Slots, one for each shard that the worker runs at the same time. An ordered gang's worker has a slot for each node
+      that it has at the same time.
+    - A pin, in practice without limit. It binds a node that needs no slot to this worker.
+
+    `waiting`: number of further slots of a pool's worker, for shards that only wait for rows in other replicas.
+    """
     return {
-        slot_resource(gang.name, index): 1.0 if gang.is_ordered else float(gang.concurrent_shards + waiting),
+        slot_resource(gang.name, index): float(
+            gang.max_submitted_nodes if gang.is_ordered else gang.concurrent_shards + waiting
+        ),
         pin_resource(gang.name, index): _UNLIMITED,
     }
 
 
 def worker_threads(gang: Gang, waiting: int = 0) -> int:
-    """Return the number of tasks that a worker runs at once: the gang's maximum number of running nodes. In a pool,
-    `waiting` tasks are added, for shards that only wait for rows in other replicas."""
-    return gang.max_running_nodes if gang.is_ordered else gang.max_running_nodes + waiting
+    """Return the number of tasks that a worker runs at once. In an ordered gang this is the number of nodes that it has
+    at once. In a pool it is the maximum number of running nodes, plus `waiting` tasks for shards that only wait for
+    rows in other replicas."""
+    return gang.max_submitted_nodes if gang.is_ordered else gang.max_running_nodes + waiting
 
 
 def shares_cores(config: RunConfig) -> bool:
-    """Return True if the run's workers together compute with more than one thread. On one host they may then share
-    cores, and must not spin while they wait."""
+    """Return True if the workers of the run compute with more than one thread in all. If such workers are on the same
+    host, they may compete for its cores. They must then not spin while they wait."""
     threads = config.placement.gangs
     return sum(threads[gang.name].threads * gang.workers * _processes(config, gang) for gang in config.gangs()) > 1
 
@@ -221,9 +233,9 @@ def nanny_options(
 
 
 def remove_abandoned_scratch(folder: Path) -> None:
-    """Remove this user's scratch directories of Dask and of engines from the temporary folder `folder`. A directory
-    stays if its process is still running. (What is left of an engine is rarely more than a link:
-    `stages/engines/remote/guard.py`.)"""
+    """Remove the scratch directories of Dask and of engines that this user's dead processes left in the temporary
+    folder `folder`. A directory stays while the process that made it is running. For engines little is left to do: a
+    guard process removes most of an engine's directory (`stages/engines/remote/guard.py`)."""
     for path in (*folder.glob(f"{_SCRATCH}*-*"), *folder.glob(f"{ENGINE_SCRATCH}*-*")):
         owner = path.name.removeprefix(_SCRATCH).removeprefix(ENGINE_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():

@@ -33,8 +33,8 @@ class EngineMemory:
     """Bytes of new weights that a rank holds beside the old ones during a refit (a load of new weights). If the largest
     tensor has more bytes, its size counts instead. None: all weights of the rank."""
     process_bytes: int = 0
-    """Bytes of each process in the engine's own Python environment, without weights and cache. 0: the engine has no
-    processes of its own."""
+    """Bytes of main memory that each process of the engine takes, without weights and cache. Given only for engines
+    with a Python environment of their own. 0: the engine has none."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,24 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 TENSORRT_LLM_BUCKET_MB = 1024
-"""Size of a bucket in MiB: new weights are copied to the device of every rank one bucket at a time. A larger block or
-tensor makes a larger bucket. The embedding of a 70B model in bfloat16 (128256 x 8192) is twice as large, so smaller
-buckets would not save memory and only take more calls."""
+"""Size of a bucket in MiB: new weights are copied to the device of every rank one bucket at a time. A model block or a
+tensor that is larger than this makes a larger bucket.
+
+The embedding of a 70B model in bfloat16 (128256 x 8192) alone makes a bucket of 2004 MiB. So for large models a smaller
+value would not save memory, and would only need more calls.
+"""
 
 
 def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     """Return the capabilities of vLLM.
 
-    Draws are keyed, since our code makes them (`serving/vllm_adapter.py`), but the sums of a row depend on the other
-    rows of its batch. There is no speculative decoding, since vLLM refuses it together with a logits processor. With
-    pipeline stages, batches are in flight between vLLM's steps, so weights cannot change while rows run."""
+    - Draws: Stageline's own code makes them, so the noise depends only on seed, step, row and position
+      (`remote/serving/vllm_adapter.py`).
+    - Invariance: the other rows of a batch may change the rounding of a row's logits.
+    - Speculative decoding: none. vLLM refuses it together with a logits processor, which makes the draws.
+    - New weights: with pipeline stages, batches are in flight between two steps of vLLM. Then weights cannot change
+      while rows run.
+    """
     return Capabilities(
         draws="keyed",
         invariance="tokens",
@@ -155,11 +162,12 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Return the capabilities of TensorRT-LLM. The engine was never run, so its capabilities are taken from its
-    recorded interface (`serving/trtllm_adapter.py`).
+    """Return the capabilities of TensorRT-LLM. Stageline has never run this engine. The capabilities are derived from
+    the recorded signatures of its functions (`remote/serving/trtllm_adapter.py`).
 
     Draws have a seed per request. Log-probs are computed from the raw logits, so they ignore the temperature and the
-    banned tokens of the draw."""
+    banned tokens of the draw.
+    """
     return Capabilities(
         draws="seeded",
         invariance="none",

@@ -168,12 +168,12 @@ class GenerationEngine(Protocol):
         first row, its unfinished rows are dropped.
 
         Raises:
-            RequestError: raised before any row runs, if a request cannot be served, for example by the resident version
-                of the weights (see `check_version`).
+            RequestError: raised before any row runs, if the engine cannot serve a request. For example, the request may
+                ask for another version of the weights than the resident one (see `check_version`).
             RuntimeError: raised before any row runs, if the engine is asleep or has stopped. The iterator raises
                 EngineLost or another RuntimeError if the engine stops later.
             RowsLost: raised by the iterator if rows that migrated come back too late (see `RowsLost`).
-            FloatingPointError: raised by the iterator, if the logits of a row are not finite.
+            FloatingPointError: raised by the iterator if the logits of a row are not finite.
         """
         ...
 

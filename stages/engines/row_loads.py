@@ -15,8 +15,9 @@ RowKey = tuple[int, int, int]
 COPY_POSITIONS = 128
 """Maximum number of positions whose keys and values are copied between two passes. A whole number of cache blocks."""
 SMALLEST_SPREAD = 1.5
-"""Smallest ratio of the largest to the smallest number of rows at which `fit_pass_cost` fits a line. At a smaller ratio
-the slope would depend mostly on the scatter of the measured times."""
+"""Minimum spread of the numbers of rows in the measured passes: the largest number divided by the smallest. With less
+spread the function `fit_pass_cost` fits no line, since the slope would depend mostly on the scatter of the measured
+times."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PassCost:
     floor_s: float
     """Seconds that a pass takes even with very few rows, mainly to read the weights."""
     row_s: float
-    """Seconds that each row adds."""
+    """Seconds that each row adds to a decoding pass."""
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of a pass over this many rows."""
@@ -120,5 +121,5 @@ class MigrationRequest:
     with_cache: bool
     """True to send the row's keys and values. If False, the other engine computes the keys and values again."""
     min_left: int = 0
-    """Minimum number of tokens that must be left to sample. If fewer are left when the engine handles the request, the
-    row stays, since it will finish soon."""
+    """Minimum number of tokens that must be left to sample; 0: no minimum. It is checked when the engine handles this
+    migration request. A row with fewer tokens left is not migrated, since it will finish soon."""

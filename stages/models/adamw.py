@@ -45,7 +45,8 @@ class BlockAdamW(torch.optim.Optimizer):
         """Factor that the next step multiplies gradients by, in float32."""
 
     def new_state(self, master: Tensor, steps: float) -> dict[str, Tensor]:
-        """Return the state of a tensor after `steps` steps, with moments of 0."""
+        """Return a new optimizer state for a tensor. Its step count is `steps`, and its moments are 0. When a
+        checkpoint is loaded, the saved moments are then read into this state."""
         return initial_state(master, steps, self.moments_dtype)
 
     @torch.no_grad()
@@ -75,7 +76,9 @@ class BlockAdamW(torch.optim.Optimizer):
 
 
 def initial_state(master: Tensor, steps: float, moments_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return AdamW's state of a tensor after `steps` steps, with moments of 0."""
+    """Return a new AdamW state for a tensor: moments of 0, and `steps` as the number of steps made. For a new optimizer
+    `steps` is 0. When a checkpoint is loaded, `steps` is the number in the checkpoint, and the moments are overwritten
+    afterwards."""
     step = torch.tensor(steps, dtype=torch.float32, device=master.device)
     return {"step": step, **{name: torch.zeros_like(master, dtype=moments_dtype) for name in MOMENTS}}
 

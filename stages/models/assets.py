@@ -169,9 +169,15 @@ def extract_reviews(path: Path) -> None:
 
 
 def extract_ratings(path: Path) -> None:
-    """Write the snippets of `extract_reviews` with statistics of their ratings. Columns 0: id, 1: mean rating, 2:
-    standard deviation of the ratings (dividing by n - 1), 3: number of people, 4: text. A snippet that occurs twice is
-    written once."""
+    """Write a file with the texts of `extract_reviews` and statistics of their ratings. A text that occurs twice is
+    written once. The file is UTF-8, one text per line, with these tab-separated columns:
+
+    - 0: id
+    - 1: mean rating
+    - 2: standard deviation of the ratings (dividing by n - 1)
+    - 3: number of people
+    - 4: text
+    """
     _write_rows(path, rated_rows(_rows_of(VADER_REVIEWS), _rows_of(VADER_RATINGS)))
 
 

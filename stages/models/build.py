@@ -106,7 +106,8 @@ def build_role(
 
 
 def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor]) -> None:
-    """Set the trained parameters of a model from `build_role` to their values of version 0 again."""
+    """Go back to version 0: give the trained parameters of `model` their first values again. `model`: a model that
+    `build_role` returned. `weights`: the Hugging Face tensors that it was built from."""
     named = hf_conversion.named_by_block(model, blueprint.model.frozen_blocks)
     load_weights(blueprint, weights, (entry for entry in named if entry[2].requires_grad))
 

@@ -49,7 +49,8 @@ _NOT_ONE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors that unpickling raises if a file is not a pickle, or is a pickle of something else."""
+"""Errors that reading `.metadata` or `common.pt` may raise if the file is not a valid pickle, or is a pickle with other
+content."""
 
 
 class MetadataReader(FileSystemReader):
@@ -108,9 +109,10 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that creates only records and torch's dtypes. It raises UnpicklingError for a name that is not in
-    `_CLASSES`. For each allowed name it creates a new class of records, so that a pickle can change nothing outside
-    itself."""
+    """An unpickler that runs no code of the pickle. Where the pickle names a class or function of `_CLASSES`, it
+    creates objects that only hold data (`_Record`). torch's dtypes are the only real objects. Any other name raises
+    UnpicklingError. Each time a name occurs, it gets a new subclass of `_Record`, so a pickle that changes a class
+    changes nothing outside itself."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

@@ -148,8 +148,9 @@ def _place(shard: ShardedTensor) -> tuple[object, ...]:
 
 
 def read_common(directory: Path, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's common values. Raises StateError if this program did not write the checkpoint. Also raises
-    StateError, listing the differences, if the checkpoint has another architecture than `architecture`."""
+    """Return the values of a checkpoint that are the same on every rank and in every layout: architecture, version,
+    number of optimizer steps, number of steps skipped in a row, and loss scale. Raises StateError if this program did
+    not write the checkpoint, or, listing the differences, if the checkpoint's architecture is not `architecture`."""
     config = maybe_load_config(str(directory)) if directory.is_dir() else None
     if config != _FORMAT or not (directory / COMMON).is_file():
         raise StateError(f"{directory} holds no checkpoint of Megatron's format {_FORMAT.sharded_backend}")
@@ -292,7 +293,8 @@ def sharded_state(model: GPTModel, optimizer: MegatronOptimizer, blueprint: Blue
 
 
 def moments_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the moments in an optimizer's state of a tensor, without the number of its steps."""
+    """Return name -> moment from the optimizer's state of one tensor. The state's entry `step`, the number of steps
+    made, is left out."""
     return {name: tensor for name, tensor in state.items() if name != "step"}
 
 
@@ -365,9 +367,17 @@ def _axis(name: str, parameter: Tensor) -> int | None:
 def _cut(
     kind: str, piece: Piece, parameter: Tensor, tensor: Tensor, start: int, replica: int
 ) -> Iterator[ShardedTensor]:
-    """Cut the elements that `tensor` shares with `piece` into rectangles, and yield each as a ShardedTensor without
-    padding columns. `tensor` holds this rank's elements of the flattened parameter, from index `start` on. `kind`:
-    prefix of the key. `replica`: number of this copy of the elements; only copy 0 is written."""
+    """Yield the elements of `piece` that this rank holds, cut into rectangles. Each rectangle is a ShardedTensor.
+    Columns that are only padding are left out.
+
+    Args:
+        kind: first part of the key of the ShardedTensors, such as "masters".
+        piece: rows of the parameter, and their position in the whole tensor of the model.
+        parameter: this tensor-parallel rank's part of the tensor. Only its shape is read.
+        tensor: the elements of the flattened parameter that this rank holds. They are consecutive.
+        start: index of the first element of `tensor` in the flattened parameter.
+        replica: number of this copy of the elements. Only copy 0 is written.
+    """
     columns, flat = parameter.numel() // parameter.shape[0], tensor.view(-1)
     first = max(start, piece.first_row * columns)
     last = min(start + flat.numel(), (piece.first_row + piece.num_rows) * columns)

@@ -48,17 +48,20 @@ class OptimizerConfig:
     """Settings of an optimizer with clipping of the global gradient norm."""
 
     optimizer: Optimizer = "adamw"
-    """Algorithm. adafactor: no first moment, and a second moment for each row and column of a matrix; it needs 8 bytes
-    a parameter less than adamw. muon: orthogonal steps and one moment for the blocks' matrices, which need 4 bytes a
-    parameter less; adamw for all other tensors. adafactor and muon need whole matrices on each rank, so they run only
-    under data and pipeline parallelism."""
+    """Algorithm. adamw: AdamW. adafactor: has no first moment, and one second moment for each row and each column of a
+    matrix. It needs 8 bytes per parameter less than adamw. muon: makes orthogonalised steps with a single moment for
+    the matrices of the blocks, and adamw's steps for all other tensors. It needs 4 bytes per parameter of these
+    matrices less than adamw. adafactor and muon need whole matrices on each rank, so they run only under data and
+    pipeline parallelism."""
     lr: float = setting(1e-5, at_least(0))
-    """Learning rate. The steps of all optimizers are scaled to about the root mean square of adamw's steps, so a rate
-    for adamw is a first choice for the others. At the same rate muon moves less in a short run."""
+    """Learning rate. The steps of all optimizers are scaled to about the root mean square of adamw's steps. So a good
+    rate for adamw is a first choice for the others. In a short run muon moves less at the same rate, since the first
+    steps of adamw are larger than its later steps."""
     warmup_steps: int = setting(0, at_least(0, " (0: none)"))
     """Number of PPO steps in which the learning rate rises linearly to `lr`."""
     decay: Literal["linear", "cosine", "constant"] = "linear"
-    """Decay after the warm-up. linear and cosine reach `min_lr` one step after the run's last step."""
+    """Change of the learning rate after the warm-up. constant: the rate stays at `lr`. linear, cosine: it falls from
+    `lr` towards `min_lr`, and would reach `min_lr` one step after the run's last step."""
     min_lr: float = setting(0.0, at_least(0))
     """Rate (not a share of `lr`) at the end of the decay."""
     betas: list[float] = setting(

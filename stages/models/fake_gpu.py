@@ -60,7 +60,8 @@ class Collective:
     num_ranks: int
     """Number of ranks in the group."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the rank's inputs or of its outputs, whichever are larger. Empty for pickled objects."""
+    """Shapes of the tensors that the rank gives to the call or gets from it, whichever have more bytes. Empty for
+    pickled objects."""
     num_bytes: int
 
 
@@ -128,8 +129,8 @@ class Recorder(TorchDispatchMode):
             self.usage.add(place, num_bytes - before)
 
     def _collective(self, func: Any, args: Sequence[Any]) -> Any:
-        """Record a collective without communication. Return what the operation returns: a completed work handle, with
-        the tensors before it if the operation returns them too. The tensors are not changed."""
+        """Record a collective without communication. The tensors are not changed. Return a completed work handle. If
+        the operation also returns tensors, return a pair: these tensors, then the handle."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         group = ProcessGroup.unbox(named.pop("process_group"))
         sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in named.values()]
@@ -161,15 +162,15 @@ _READS = (Tensor.eq, Tensor.__eq__, torch.all, Tensor.item, Tensor.__bool__)
 
 
 class _FakeTensors(FakeTensorMode):
-    """torch's mode for fake tensors. It does not initialise the device, not even for a tensor of given numbers."""
+    """torch's mode for fake tensors. It never initialises the device, not even for `torch.tensor` of Python numbers."""
 
     avoid_device_init = True
 
 
 class NoNumbers(TorchFunctionMode):
-    """Answers code that reads the numbers of a fake tensor. The answer is 0 for a number, False for a condition, zeros
-    for `numpy`, and `lists` for `tolist`. This mode also makes attention and norms use the operations that CUDA would
-    use."""
+    """A mode for code that reads the numbers of fake tensors, which have none. A number is read as 0, and a condition
+    as False. The method `numpy` gives zeros. In the context of `recording` the method `tolist` gives the list in the
+    field `lists`. Attention and norms use the operations that CUDA would use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Count the floating-point operations that a model's mathematics needs: forward passes, and updates.
 
 Recomputed activations, padding and frozen blocks (whose outputs are kept) do not count in an update. So recomputation
-lowers the measured utilisation of an update instead of raising its rate. Loads no torch, since the planning of a run
-uses these functions too.
+makes an update slower, but adds no operations to the count, and the measured utilisation falls. Loads no torch, since
+the planning of a run uses these functions too.
 """
 
 from __future__ import annotations

@@ -74,12 +74,17 @@ def cut_micro_batches(
     max_rows: int | None = None,
     multiple: int = 1,
 ) -> list[MicroBatch]:
-    """Cut some rows of `tokens` and of `mask` (response_mask), both [all rows, seq], into micro-batches of similar
-    numbers of tokens. `rows`: indices of these rows.
+    """Divide some rows into micro-batches with similar numbers of tokens. Raises ValueError for a row whose first token
+    was sampled, since nothing predicts that token.
 
-    A micro-batch has at most `max_tokens` tokens, unless it is a single longer row, and at most `max_rows` rows. Its
-    number of tokens is rounded up to a multiple of `multiple`. Raises ValueError for a row whose first token was
-    sampled, since nothing predicts that token.
+    Args:
+        tokens: token ids of all rows, [all rows, seq].
+        mask: response_mask of all rows, [all rows, seq].
+        rows: indices of the rows that the micro-batches get.
+        device: device of the tensors in the micro-batches.
+        max_tokens: maximum number of tokens of a micro-batch. A longer row gets a micro-batch of its own.
+        max_rows: maximum number of rows of a micro-batch; None: no limit.
+        multiple: the number of tokens of each micro-batch is rounded up to a multiple of this number.
     """
     if mask[rows, 0].any():
         raise ValueError(f"row {rows[mask[rows, 0]][0]} has no prompt: nothing predicts its first token")
@@ -116,8 +121,8 @@ def _micro_batch(
 
 
 def row_lengths(mask: np.ndarray) -> np.ndarray:
-    """Return the number of tokens of each row, prompt and response together, from response_mask [rows, seq]. A row
-    without a sampled token counts as 1."""
+    """Return the number of tokens of each row, prompt and response together. A row ends with its last sampled token. A
+    row without a sampled token gets the length 1. `mask`: response_mask [rows, seq]."""
     last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)
     return np.where(mask.any(axis=1), last, 1)
 

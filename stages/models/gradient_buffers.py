@@ -1,16 +1,23 @@
 """Put a trained model's gradients into Megatron's buffers, and overlap their exchange with the passes of an update.
 
 The data-parallel ranks add up their gradients. Under the distributed optimizer each rank also sends the others the
-weights that it has updated. On GPUs both exchanges happen in buckets, during the passes:
+weights that it has updated. On GPUs both exchanges happen in buckets, during the
+forward and backward passes:
 
-    last backward pass   block 9, 8, 7 │ 6, 5, 4 │ 3, 2, 1              a bucket is sent as soon as its last gradient
-    gradients                   └─ bucket 0 ─► └─ bucket 1 ─► └─ ... ─► wait ─► optimizer step      is complete
-    next forward pass                                             block 1, 2, 3 │ 4, 5, 6 │ ...     a block waits for
-    weights (distributed optimizer)                    last bucket ─► bucket 1 ─► bucket 0 ─►       its own bucket
+    last backward pass   │ block 9, 8, 7 │ block 6, 5, 4 │ block 3, 2, 1 │
+    gradients                            └─ bucket 0 ─►  └─ bucket 1 ─►  └─ bucket 2 ─► wait, step
 
-Gradients are sent only during the last micro-batch's backward pass. The later stages of a pipeline have one bucket
-each, since they wait for the first stage anyway. In the first minibatch of a process Megatron only counts how often
-each gradient becomes ready, and sends all buckets at the end of the minibatch.
+    weights              bucket 2 ─► bucket 1 ─► bucket 0 ─►        (distributed optimizer only)
+    next forward pass              │ block 1, 2, 3 │ block 4, 5, 6 │ block 7, 8, 9 │
+
+- A bucket of gradients is sent as soon as its last gradient is complete. This happens only during the last
+  micro-batch's backward pass. The optimizer step waits for all buckets.
+- The buckets of weights are sent in the reverse order, since the forward pass needs the lowest blocks first. A block
+  waits only for its own bucket.
+
+The later stages of a pipeline have one bucket each, since they wait for the first stage anyway. In the first minibatch
+of a process Megatron only counts how often each gradient becomes ready. It sends all buckets at the end of that
+minibatch.
 """
 
 from __future__ import annotations
@@ -51,17 +58,18 @@ def in_buffers(model: GPTModel, blueprint: Blueprint, *, in_fp32: bool) -> Distr
 
 
 def overlaps(blueprint: Blueprint) -> bool:
-    """Return True if the exchange overlaps with the passes: if there are several data-parallel ranks, and the kernels
-    are portable, as on CUDA. The kernels for CPUs do not tell Megatron when a gradient is ready, and no core would be
-    free to send the gradient."""
+    """Return True if gradients and weights are exchanged during the forward and backward passes. This needs several
+    data-parallel ranks and portable kernels, as on CUDA. The kernels for CPUs do not tell Megatron when a gradient is
+    ready. Besides, no core would be free to send the gradient."""
     return blueprint.kernels.portable and blueprint.parallel_rank.data_size > 1
 
 
 class _Buffers(DistributedDataParallel):
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return Megatron's hook, changed to do nothing if autograd has no gradient for the parameter. Then other code
-        has written the gradient into `main_grad`, and `registering` reports when this gradient is complete. On CUDA
-        autograd calls this hook in another thread."""
+        """Return Megatron's hook, which reports that a parameter's gradient is ready to be sent. The hook is changed:
+        it does nothing if autograd has no gradient for the parameter. In that case other code writes the gradient into
+        `main_grad`, and the function `registering` makes the report. On CUDA autograd calls this hook in another
+        thread."""
         ready: Callable[..., None] = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:
@@ -72,13 +80,18 @@ class _Buffers(DistributedDataParallel):
 
 
 def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
-    """Return a loss whose backward pass also tells the buffers when the gradient of a policy's own output layer is
-    complete. `token_logprobs` writes this gradient into `main_grad`, where autograd does not see it. Return `loss`
-    itself if this rank has no such layer, or if the exchange does not overlap.
+    """Return a loss whose backward pass also reports to Megatron's buffers when the gradient of the policy's output
+    layer is complete. The function `token_logprobs` writes this gradient into `main_grad`. Autograd does not see it
+    there, so Megatron's own hook does not report it. The gradient is complete together with the gradient of the hidden
+    states, since one function computes both.
 
-    The gradient is complete together with the gradient of the hidden states, since one function computes both. If the
-    output layer is tied to the embedding of the same stage, its gradient is complete only after the embedding's part,
-    which autograd does see."""
+    Return `loss` itself in these cases:
+
+    - Gradients are not sent during the backward pass (see `overlaps`).
+    - The role is not the policy, or this rank has no trained output layer.
+    - The output layer is tied to the embedding of the same stage. Its gradient is complete only after the embedding's
+      backward pass, and Megatron's own hook reports that.
+    """
     weight = ddp.module.output_layer.weight if ddp.module.post_process and role is Role.POLICY else None
     bucket_group = ddp.param_to_bucket_group.get(weight)
     if bucket_group is None or not ddp.ddp_config.overlap_grad_reduce:
@@ -92,15 +105,17 @@ def registering(ddp: DistributedDataParallel, role: Role, loss: Loss) -> Loss:
 
 
 def complete_weights(ddp: DistributedDataParallel) -> None:
-    """Send the weights of the last optimizer step to all data-parallel ranks now, and wait until they have arrived. Do
-    nothing if this exchange is not left to the forward passes (`overlap_param_gather`). A collective call."""
+    """Send the weights of the last optimizer step to all data-parallel ranks now, and wait until they have arrived.
+    Without this call the next forward pass would send them. If the forward passes never send weights
+    (`overlap_param_gather` is False), nothing is done. A collective call."""
     if ddp.ddp_config.overlap_param_gather:
         ddp.start_param_sync(force_sync=True)
 
 
 def settle(ddp: DistributedDataParallel) -> None:
-    """Reset the buffers after an update that may have ended early. Wait for the exchanges that the update started. Then
-    mark the weights as complete on every rank: every caller has loaded the weights from files, or does so next. Not a
+    """Reset this rank's buffers after an update that may have ended early. First wait for the exchanges of gradients
+    and weights that the update started. Then mark the weights as complete, so that the next forward pass does not ask
+    other ranks for them. They are not needed: every caller loads all weights itself, before or after this call. Not a
     collective call."""
     for group in ddp.bucket_groups:
         for handle in (group.grad_reduce_handle, group.param_gather_handle):

@@ -69,7 +69,8 @@ _NORMS = {
     "self_attention.k_layernorm.weight": K_NORM,
     "pre_mlp_layernorm.weight": POST_ATTENTION_NORM,
 }
-"""Megatron's name of a norm's weight -> the part of a layer, by Hugging Face's name. Norms are whole on every rank."""
+"""Megatron's name of a norm's weight -> Hugging Face's name of the norm within a layer. Every tensor-parallel rank has
+the whole norm."""
 
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
@@ -132,8 +133,8 @@ rank."""
 
 
 def adapted_weight(name: str) -> tuple[str, str]:
-    """Return (name of the weight that an adapter's A or B belongs to, suffix of the adapter's Hugging Face names). For
-    names of other parameters return (name, "")."""
+    """Return (name of the weight that an adapter's A or B belongs to, suffix ".lora_A" or ".lora_B"). The adapter's
+    Hugging Face names have this suffix after the projection's name. For names of other parameters return (name, "")."""
     linear, separator, side = name.partition(".lora.")
     return (f"{linear}.weight", f".lora_{side}") if separator else (name, "")
 
@@ -180,8 +181,9 @@ def from_hf(
 
 
 def part_of_rows(name: str, spec: ModelSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Return the part that each row of a fused weight on this tensor-parallel rank belongs to: the part's index in
-    `PARTS[name]`. The indices are found by cutting a tensor of indices in the same way as the weight."""
+    """Return one index per row of a fused weight on this tensor-parallel rank: int64 [rows]. The index says which
+    Hugging Face weight in `PARTS[name]` the row belongs to. For example, in `linear_qkv` 0 stands for queries, 1 for
+    keys and 2 for values. `name`: Megatron's name of the weight."""
     shapes = layer_shapes(spec)
     numbers = {
         layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
@@ -198,18 +200,22 @@ class HFPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor
-    """The view of the parameter. If it holds queries, keys or values, and `spans` is empty, its first two axes are the
-    query groups and the rows of a group."""
+    """A view of a Megatron parameter. Its axes are usually the axes of the Hugging Face tensor. But if it holds
+    queries, keys or values, and `spans` is empty, two axes, [query groups, rows of a group], take the place of the
+    first axis."""
     axis: int | None
     """Axis of `tensor` along which the ranks' parts lie; None: each rank has the whole tensor."""
     size: int
     """Length of `axis` in the whole tensor. Rows or columns of the ranks' parts beyond this length are padding."""
     spans: tuple[tuple[int, int], ...] = ()
     """(Index of the first element along `axis` in the whole tensor, number of elements) of each rank's part, if the
-    parts differ in length. Empty if all parts have the length of `tensor`, padding included."""
+    parts differ in length. Empty if the parts of all ranks are as long as `tensor`. The last elements of a part may
+    then be padding."""
 
     def gather_tensor(self, gather: Gather) -> Tensor:
-        """Return the whole tensor, a view if possible. Not for parts that differ in length."""
+        """Return the whole tensor, joined from the parts of all tensor-parallel ranks. It is a view of the parameter if
+        possible. Call this only if `spans` is empty: then all parts have the same length. For other parts use `to_hf`.
+        """
         assert not self.spans
         if self.axis is None:
             return self.tensor
@@ -290,8 +296,8 @@ def hf_parts(name: str, block: int | None, parameter: Tensor, spec: ModelSpec, t
 def to_hf(
     name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the whole Hugging Face tensors that a Megatron parameter has on all tensor-parallel ranks
-    together. The tensors are views of the parameter if possible."""
+    """Gather a Megatron parameter from all tensor-parallel ranks, and yield (name, tensor) for each whole Hugging Face
+    tensor that is fused into it. `parameter`: this rank's part. The tensors are views of the parameter if possible."""
     if adapted_weight(name)[0] in _QKV and name in SPLIT_AXES:  # parts may differ in length: the fused weight's do not
         parameter = _join(gather(parameter), 0)
         yield from (

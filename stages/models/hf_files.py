@@ -30,8 +30,8 @@ _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Values of `tokenizer_class` that name a generic class, for which tokenizer.json is the whole tokenizer."""
 _UNCHANGED_FAMILIES = ("llama", "qwen3")
-"""Values of `model_type` for which transformers keeps a generic class. (For qwen2 it uses Qwen2Tokenizer instead, and
-for mistral it may replace the pre-tokenizer.)"""
+"""Values of `model_type` for which transformers uses the generic tokenizer class (`_GENERIC`) that
+tokenizer_config.json names. For qwen2 it uses Qwen2Tokenizer instead. For mistral it may replace the pre-tokenizer."""
 _CHANGES = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens", "add_prefix_space")
 """Keys of tokenizer_config.json that make transformers change the tokenizer of tokenizer.json."""
 
@@ -175,7 +175,8 @@ def _require_pad(pad: int | None) -> int:
 
 
 def _token_bytes(backend: FastBackend) -> list[bytes] | None:
-    """Return `Tokenizer.token_bytes` of a tokenizer of the library `tokenizers`."""
+    """Return the bytes of each token of a tokenizer of the library `tokenizers`; b"" for special tokens. Return None if
+    the tokenizer is not byte-level BPE. See `Tokenizer.token_bytes`."""
     if type(backend.decoder).__name__ != "ByteLevel":
         return None
     byte_of = _bytes_of_characters()
@@ -380,9 +381,9 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
-    """Return True if every key of special_tokens_map.json (`legacy`) has the same token in tokenizer_config.json
-    (`config`), which may have further keys. Only the texts of tokens are compared. Lists of tokens must be equal as a
-    whole, including flags."""
+    """Return True if each key of special_tokens_map.json (`legacy`) has the same token in tokenizer_config.json
+    (`config`). Further keys of `config` do not matter. If the value of a key is one token, only its text is compared,
+    without flags. If it is a list of tokens, the whole lists must be equal, including flags."""
     return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 

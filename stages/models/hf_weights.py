@@ -68,13 +68,15 @@ def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tens
     return {name: read[name] for name in names if name in read}
 
 
-def first_difference(path: str, other: str, names: Collection[str]) -> str | None:
-    """Return the first of `names` whose tensor is missing or different in the model `other`, or None. Names that the
-    model `path` lacks are skipped."""
+def first_difference(path: str, other: str, names: Collection[str], dtype: str) -> str | None:
+    """Return the first of `names` whose tensor is missing or different in the model `other`, or None. Tensors are
+    compared in `dtype`, since an export in bfloat16 is the rounded model. Names that the model `path` lacks are
+    skipped."""
     ours, theirs = read_some_weights(path, names), read_some_weights(other, names)
+    wanted = getattr(torch, dtype)
     for name, tensor in ours.items():
         their_tensor = theirs.get(name)
-        if their_tensor is None or not torch.equal(tensor.float(), their_tensor.float()):
+        if their_tensor is None or not torch.equal(tensor.to(wanted), their_tensor.to(wanted)):
             return name
     return None
 

@@ -291,8 +291,8 @@ class MegatronHost:
         return trainer
 
     def _put_to_sleep(self, *, but: Role) -> None:
-        """Undo `sleep`: bring the weights back to the device. Then, under `offload = idle`, offload all roles except
-        `but`."""
+        """Offload all roles except `but` if the setting `offload` is "idle". Under every setting, first bring back the
+        weights that the method `sleep` moved to the host's memory."""
         self._all_weights.wake()
         if self._offload != "idle":
             return

@@ -176,8 +176,13 @@ class HiddenOutput(torch.nn.Module):
     """Replacement of GPTModel's output layer. It returns the hidden states of the whole sequence, so that `forward.py`
     can select the few positions that it needs before the product with the vocabulary.
 
-    For a critic it holds the head: `weight` [1, H] and `bias` [1]. For an output layer that is not the embedding it
-    holds `weight` [vocab / TP, H]. For an output layer that is the embedding both are None."""
+    The parameters depend on the model:
+
+    - Critic: `weight` [1, H] and `bias` [1] are the head.
+    - Output layer with memory of its own: `weight` is [vocab / TP, H], and `bias` is None. This includes a tied output
+      layer whose embedding is on another pipeline stage.
+    - Output layer that is the embedding of this rank: `weight` and `bias` are None.
+    """
 
     def __init__(self, *, sequence_parallel: bool, weight: Parameter | None, bias: Parameter | None = None) -> None:
         super().__init__()
@@ -207,8 +212,9 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
 
 
 def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk_norm: bool = False) -> BlockSubmodules:
-    """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. The linears
-    multiply with `products`; with portable kernels they are Megatron's own. `qk_norm`: see `ModelSpec`."""
+    """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. If
+    `kernels.portable` is True, the linears are Megatron's own, and `products` is not used. Otherwise they are linears
+    for CPUs, which multiply with the library `products`. `qk_norm`: see `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     by_kernels = {"kernels": kernels}
@@ -234,9 +240,12 @@ def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk
 
 
 class PortableColumnLinear(ColumnParallelLinear):
-    """Megatron's column-parallel linear with its input flattened to one matrix [N, K]. For an input with more axes
-    torch chooses between two products, and chooses differently for a trained and for a frozen weight. Then policy and
-    reference would differ in their last bits even with the same weights."""
+    """Megatron's column-parallel linear with its input flattened to one matrix [N, K].
+
+    Without this, policy and reference would differ in their last bits even with the same weights. For an input with
+    more axes, torch has two ways to compute the product. It uses one for a trained weight and the other for a frozen
+    weight.
+    """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         product: Tensor = super()._forward_impl(input.flatten(0, -2), weight, **options)
@@ -326,8 +335,9 @@ def cpu_linear(
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T, or total + x @ weight.T. The gradient of a weight with a `main_grad` is added there and not
-    returned. The input is kept only if the weight needs a gradient."""
+    """The differentiable function x @ weight.T, or total + x @ weight.T if `total` is given. `total` is changed in
+    place. If the weight has an attribute `main_grad`, the weight's gradient is added to that tensor and is not
+    returned. x is kept for the backward pass only if the weight needs a gradient."""
 
     @staticmethod
     def forward(

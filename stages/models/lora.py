@@ -4,14 +4,16 @@
 
 Policy, critic and reference share W. Policy and critic have adapters of their own, the reference has none.
 
-Megatron fuses queries, keys and values into one linear, and gate and up into another. Each part has its own A, as in
-peft, so that ranks and learning rates known from peft apply, and peft can read the exported files. (One A per fused
-linear would have fewer parameters at the same rank.) The As are stacked, so that x is multiplied once. B has its rows
-in the order of W's rows, and the code that cuts, pads, saves and names W does the same for B.
+Megatron fuses queries, keys and values into one linear, and gate and up into another. Each of these projections (a part
+of the linear) has its own A, as in peft. So ranks and learning rates known from peft apply, and peft can read the
+exported files. (One A per fused linear would have fewer parameters at the same rank.) The As are stacked, so that x is
+multiplied once. B has its rows in the order of W's rows, and the code that cuts, pads, saves and names W does the same
+for B.
 
-    tensor parallelism      A                                       B                                    exchanged
-    rows of W (qkv, fc1)    whole on each rank                      cut                                  x A^T
-    columns (proj, fc2)     cut                                     whole on each rank                   x A^T
+    tensor parallelism      A                       B                       exchanged
+    rows of W (qkv, fc1)    whole on each rank      cut                     x A^T is gathered (sequence parallelism),
+                                                                            or only its gradient is added up
+    columns (proj, fc2)     cut                     whole on each rank      x A^T is added up
 
 x A^T has only `rank` numbers per token and part.
 
@@ -86,9 +88,10 @@ class Adapter(Module):
         """Create the adapter. Its weights are not initialised.
 
         Args:
-            part_M: for each row of the weight, the index (below `parts`) of the part that the row belongs to.
+            part_M: for each row of the weight, the index of its projection (below `parts`). A fused linear has several
+                projections: queries, keys and values, or gate and up.
             by_rows: True if tensor parallelism cuts the linear's outputs, False if it cuts the inputs.
-            sharded: True if each rank has only a part of the sequence (sequence parallelism).
+            sharded: True if each rank has only a slice of the sequence (sequence parallelism).
         """
         super().__init__()
         outputs, inputs = weight_MK.shape
@@ -183,9 +186,10 @@ def let_gradients_pass(model: GPTModel) -> None:
 
 
 def initial_adapters(spec: ModelSpec, lora: LoraConfig, layer: int, seed: int) -> dict[str, Tensor]:
-    """Return name -> tensor of a layer's whole adapters at version 0, by the names of `adapter_shapes`. B is zero. A is
-    normal with variance 1 / (3 inputs), which is also the variance of peft's uniform numbers. The numbers depend only
-    on the seed and the tensor's name, not on the layout."""
+    """Return name -> tensor for the adapters of a layer at version 0, with the names of `adapter_shapes`. Each tensor
+    is whole, without tensor parallelism. B is zero. A is normal with variance 1 / (3 n), where n is the linear's number
+    of inputs. peft draws A from a uniform distribution of the same variance. The numbers depend only on the seed and
+    the tensor's name, not on the layout."""
     return {
         name: _drawn(f"{seed} {name}", shape) if f".{SIDES[0]}." in name else torch.zeros(shape)
         for name, shape in adapter_shapes(spec, lora, layer).items()

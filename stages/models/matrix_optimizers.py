@@ -1,21 +1,22 @@
 """Adafactor and Muon: optimizers in which the step of one weight depends on the whole matrix.
 
-    adafactor    all tensors        no first moment; the second moment of a matrix is computed from the means of its
-                                    rows and of its columns (Shazeer & Stern 2018)
-    muon         matrices of the    one moment; the step is the orthogonal matrix nearest to the moment, by five
-                 blocks             Newton-Schulz iterations in bfloat16 (Jordan et al. 2024)
-                 other tensors      AdamW
+    adafactor    all tensors      no first moment; the second moment of a matrix is computed from
+                                  the means of its rows and of its columns (Shazeer & Stern 2018)
+    muon         matrices of      one moment; the step is the orthogonal matrix nearest to the
+                 the blocks       moment, by five Newton-Schulz iterations in bfloat16 (Jordan et
+                                  al. 2024)
+                 other tensors    AdamW
 
 The arithmetic is torch's (`torch.optim.Adafactor`, `torch.optim.Muon`). The matrices are Hugging Face's. Megatron fuses
 queries, keys and values into one matrix, and gate and up into another. So a step updates the rows of one Hugging Face
-matrix at a time. A rank must have whole matrices; `layouts.layout_problems` refuses other layouts.
+matrix at a time. A rank must have whole matrices. The function `layouts.layout_problems` refuses other layouts.
 
-All three optimizers take the same learning rate:
+A learning rate means about the same for AdamW, Muon and Adafactor:
 
 - Muon's step of an A x B matrix is multiplied by 0.2 sqrt(max(A, B)). Its root mean square is then about the same as
   the root mean square of AdamW's steps (Liu et al. 2025: Muon is Scalable for LLM Training).
-- torch's Adafactor multiplies its step by lr * max(eps2, root mean square of the tensor). eps2 is 1 here, not 0.001:
-  with 0.001, tensors that start at 0 (a critic's head, LoRA's B) would hardly move.
+- torch's Adafactor multiplies its step by lr * max(eps2, root mean square of the tensor). eps2 is 1 here, not 0.001.
+  With 0.001, tensors that begin at 0 (a critic's head, LoRA's B) would hardly move.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ Rows = slice | Tensor
 
 MUON_MOMENTUM = 0.95
 ADAFACTOR_EPS = (1e-15, 1.0)
-"""Adafactor's eps1 and eps2. torch's eps1 is 1e-7. In a model of billions of parameters that is large beside the
-gradient of a single parameter, if the global norm of the gradients is 1. The square of an eps1 far below 1e-15 would be
-0 in float32."""
+"""Adafactor's eps1 and eps2. eps1 is a lower bound on the mean square of a matrix's gradients. torch's default is about
+1e-7, which is too high for a model with billions of parameters: if the global norm of the gradients is 1, their mean
+square is below 1e-9. An eps1 far below 1e-15 is not possible either: torch also uses eps1 squared, as a lower bound on
+each second moment, and it would be 0 in float32."""
 
 
 class MatrixOptimizer(BlockAdamW):

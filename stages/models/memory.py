@@ -1,20 +1,26 @@
 r"""Predict the memory that the models of one rank take, in bytes, from the architecture and the layout alone.
 
-    parameters       this rank's parts of all models that are placed on the gang
-    gradients        for every trained parameter, in `gradients_dtype`; whole on each data-parallel rank
-    masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
-    moments          the optimizer's numbers in `moments_dtype`,        /   with the distributed optimizer
-                     with AdamW two for every trained parameter (`moments_bytes`)
-    activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
-    logits           kept logits, temporary blocks of the vocabulary, and the output layer's gradient. One
-                     recomputed transformer block, which `activations` includes, is subtracted: it is needed only after
-                     the output layer's backward pass
-    trunk cache      hidden states of the frozen blocks
+    parameters     this rank's parts of all models that are placed on the gang
+    gradients      for every trained parameter, in `gradients_dtype`; whole on each data-parallel
+                   rank
+    masters        float32 copies of 16-bit parameters; divided over the data-parallel ranks with
+                   the distributed optimizer
+    moments        the optimizer's numbers in `moments_dtype`, with AdamW two for every trained
+                   parameter (`moments_bytes`); divided in the same way as masters
+    activations    kept for the backward pass: per block (`block_activations`) x blocks x
+                   micro-batches in flight; and one block whose activations are recomputed
+    logits         kept logits, temporary blocks of the vocabulary, and the output layer's gradient
+    trunk cache    hidden states of the frozen blocks
 
-On one gang policy and critic train in turn. So only the larger of their activations counts, plus the activations that
-the other role keeps of all rows for its own update (`reuse_forward`). With LoRA only adapters and the critic's head are
-trained, and all roles share the frozen weights. Not counted are fragmentation and the temporaries of the optimizer's
-step (a tensor or two).
+Three rules apply to the sum:
+
+- On one gang policy and critic train in turn. So only the larger of their activations counts, plus the activations that
+  the other role keeps of all rows for its own update (`reuse_forward`).
+- The recomputed block is needed only after the output layer's backward pass. So it can use the memory of the logits:
+  the bytes of the block are subtracted from the bytes of the logits.
+- With LoRA only adapters and the critic's head are trained, and all roles share the frozen weights.
+
+Not counted are fragmentation and the temporaries of the optimizer's step (a tensor or two).
 
 The last part of the file counts the other memory of a rank: the blocks of a publication, the whole tensors of an
 export, the copies of a checkpoint, and on a GPU the memory of CUDA and NCCL.
@@ -51,8 +57,8 @@ GRADIENTS = "gradients"
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Device -> bytes of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
 LOGITS_MIN_BLOCK = 512
-"""Minimum number of vocabulary tokens in a block of logits. A block with many rows may then be larger than
-LOGITS_BLOCK_BYTES, since narrower products are slow."""
+"""Minimum number of vocabulary tokens in a block of logits. With fewer tokens the matrix product is slow. If the
+micro-batch has many sampled tokens, a block of this minimum size may be larger than LOGITS_BLOCK_BYTES."""
 LOGITS_KEPT_BYTES = 1 << 27
 """Maximum number of bytes of a micro-batch's logits that are kept from the forward to the backward pass: enough for 680
 tokens at a vocabulary of 49k. Computing the logits again costs a third of the output layer's time in float32."""
@@ -75,14 +81,15 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class RowsSize:
-    """Length and numbers of the rows whose hidden states or activations are kept."""
+    """Length of the rows, and their number per step and in the whole run. The memory for kept hidden states and
+    activations depends on these sizes."""
 
     width: int
     """Maximum number of tokens of a row."""
     of_step: int
     """Number of rows in a step."""
     of_run: int
-    """Number of rows in the whole run. The hidden states of these rows fill the trunk's cache."""
+    """Number of rows in the whole run. The trunk cache keeps the frozen blocks' outputs for these rows."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,8 @@ class GangModels:
     own: Mapping[Role, ModelSpec] = field(default_factory=dict)
     """Role with a model of its own (`model.reference_path`, `model.critic_path`) -> the architecture of this model."""
     portable: bool = False
-    """True if the blocks use Megatron's own linears (`model.kernels`), as on CUDA."""
+    """True if the transformer blocks use Megatron's own linears. On CUDA they always do. On a CPU they do only if
+    `model.kernels` is "portable"."""
     on_gpu: bool = False
 
     def computes_scores(self, role: Role) -> bool:
@@ -125,7 +133,7 @@ class GangModels:
         return DTYPE_BYTES[self.model.optimizer_of(role).gradients_dtype]
 
     def moment_bytes(self, role: Role) -> int:
-        """Return the bytes of one number in the moments of a role's optimizer."""
+        """Return the size in bytes of one number in the moments of a role's optimizer."""
         return DTYPE_BYTES[self.model.optimizer_of(role).moments_dtype]
 
     @property
@@ -223,10 +231,12 @@ def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
-    """Return the number of parameters in `model.dtype` that a rank holds above the frozen blocks, for all roles.
+    """Return the number of parameters in `model.dtype` that a rank holds for all roles together, without the frozen
+    lowest blocks.
 
-    With LoRA the roles that start from `model.path` share blocks, embedding and norm. Shared parameters count once.
-    Under pipeline parallelism a critic with fewer blocks has other blocks on a stage than the policy.
+    With LoRA the roles that were built from `model.path` share blocks, embedding and norm. Shared parameters count
+    once. A critic with fewer blocks than the policy shares less under pipeline parallelism: a stage may hold some
+    blocks for the critic and others for the policy. All of these blocks count.
     """
     shared = gang.roles - gang.own.keys() if gang.model.lora.rank else frozenset()
     alone = sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles - shared)
@@ -266,9 +276,9 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 
 def offloaded_bytes(gang: GangModels, stage: int) -> int:
-    """Return the bytes of the host copies of all roles' parameters (without the trunk), masters and moments. Return 0
-    unless `offload` is idle. The host copies of all roles count, since a role's copies keep their memory while the role
-    is on the device."""
+    """Return the bytes in the host's memory that the copies of offloaded tensors take. These are the masters, moments
+    and parameters of all roles, without the parameters of the trunk. The result is 0 if the setting `offload` is not
+    "idle". All roles count, since a role's copies keep their memory while the role is on the device."""
     if gang.offload != "idle":
         return 0
     kept = (_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles)
@@ -318,14 +328,15 @@ def block_activations(
         MLP            2 d f for gate and up, d f for their product
 
         portable
-        norms (2)      4 h more for the normalised stream
-        attention      d (q + 2 k) as they come from the linear, d (q + k) after rotation, d q for its output, 4 per
-                       head; 8 per dimension of a head for the angles, which every rank has
-        MLP            d f more for the activated gate
+        norms (2)      as on a CPU, and 4 h more for the normalised stream
+        attention      instead of the line for a CPU: d (q + 2 k) as they come from the linear, d (q + k) after
+                       rotation, d q for its output, 4 per head
+        MLP            as on a CPU, and d f more for the activated gate
+        angles         8 per dimension of a head, which every rank has
 
-        with a matrix of scores
-        attention      4 q each for scaled queries, scaled keys, values and the output (keys and values are repeated
-                       for every query head), and 4 per head and score; this replaces the line of portable attention
+        portable, with a matrix of scores
+        attention      instead of the portable line: 4 q each for scaled queries, scaled keys, values and the output
+                       (keys and values are repeated for every query head), and 4 per head and score
     """
     spec, sequence = padded(spec, layout.tensor), layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
@@ -349,8 +360,9 @@ def block_activations(
 
 
 def adapter_activations(gang: GangModels, role: Role) -> float:
-    """Return the bytes per token that adapters add to a block's activations. Each adapter keeps x A^T. The result may
-    be negative, since a linear without an adapter does not keep its input: its frozen weight needs no gradient."""
+    """Return the difference, in bytes per token, between the activations of a block with adapters and of a block whose
+    weights are all trained. Each adapter keeps x A^T. A linear without an adapter no longer keeps its input, since its
+    frozen weight needs no gradient. So the result may be negative."""
     layout, lora = gang.layout, gang.model.lora
     spec = padded(gang.spec_of(role), layout.tensor)
     if not lora.rank or layout.recompute == "full":
@@ -403,13 +415,20 @@ def _recomputed(gang: GangModels, role: Role, batch: MicroBatchSize) -> float:
 
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
-    """Return the bytes of the output layer and its softmax in a training pass of the policy. They are the sum of the
-    kept logits, of one more block of logits unless all are kept, and of the larger of
+    """Return the bytes of the output layer and its softmax in a training pass of the policy. The logits are computed in
+    blocks: all sampled tokens x a part of the vocabulary. The forward pass keeps the blocks that fit into
+    LOGITS_KEPT_BYTES. The backward pass computes the others again.
 
-        forward     three blocks: the logits minus their maximum, the exponential, and the product of both (for the
-                    entropy); the selected hidden states and their rounded copy
-        backward    the block's rounded gradient; the block's part of the layer's gradient, before it is added to
-                    the gradient buffer; hidden states and their gradient
+    The result is the sum of
+
+    - the kept logits,
+    - one further block of logits, unless all logits are kept,
+    - the larger of the temporaries of the two passes:
+
+        forward     three blocks: the logits minus their maximum, the exponential, and the product of
+                    both (for the entropy); the selected hidden states and their rounded copy
+        backward    the block's rounded gradient; the block's part of the layer's gradient, before it
+                    is added to the gradient buffer; hidden states and their gradient
     """
     spec = gang.spec
     vocabulary = padded(spec, gang.layout.tensor).vocab_size // gang.layout.tensor
@@ -504,8 +523,8 @@ def published_tensors(spec: ModelSpec, model: ModelConfig, pipeline: int = 1, st
 
 def publication_bytes(gang: GangModels, stage: int, *, on_gpu: bool) -> tuple[int, int]:
     """Return the bytes (on the device, in the host's memory) that a publication takes beside the model's state. A
-    publication takes two blocks of the part that is written (`publication.publish`). With LoRA it also takes a whole
-    tensor, since tensors are merged one at a time."""
+    publication copies tensors in blocks of at most `BLOCK_BYTES`. It takes two blocks: one on the GPU and one on the
+    host, or without a GPU two on the host. With LoRA it also takes the memory to gather and merge one whole tensor."""
     number, lora = gang.dtype_bytes, gang.model.lora.rank
     largest = max(published_tensors(gang.spec, gang.model, gang.layout.pipeline, stage).values(), default=0)
     block = min(BLOCK_BYTES, number * largest)

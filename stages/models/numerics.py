@@ -1,15 +1,20 @@
 """Choose how a process multiplies matrices, and compute the products.
 
-**On a CPU** float32 products use torch's BLAS (MKL) or oneDNN. On AMD processors MKL takes its AVX2 path, and oneDNN is
-2-4x as fast in the forward and both backward products. On Intel processors MKL is at least as fast as oneDNN. The two
-differ in the last bits, and a replayed update is compared by digest. So all ranks of a gang must use the same library,
-also after a restart on another machine with the same processor. Therefore the processor's vendor decides, and not a
-measurement, which would depend on the machine's load. The times are measured once and only recorded. bfloat16 products
-use oneDNN, and products on CUDA always use cuBLAS. A CPU without instructions for 16-bit products (AVX2 and older)
-multiplies the same numbers in float32 and rounds the result: torch's own product there is 7 to 30 times as slow.
+**float32 on a CPU.** The library is torch's BLAS (MKL) or oneDNN. On AMD processors MKL takes its AVX2 path, and oneDNN
+is 2-4x as fast in the forward and both backward products. On Intel processors MKL is at least as fast. So the
+processor's vendor decides.
 
-**On CUDA** `set_numerics` sets TF32 and determinism for the whole process, including an engine in the process. (Never
-run on a GPU.) A CPU has no TF32, and the same calls on the same threads give the same bits.
+A measurement does not decide, because it would depend on the machine's load. The results of the two libraries differ by
+rounding, and a replayed update is compared by digest. So all ranks of a gang must use the same library, also after a
+restart on another machine with the same processor. The times of both are measured once, and only recorded.
+
+**bfloat16 and float16 on a CPU.** bfloat16 products use oneDNN. Some CPUs have no instructions for 16-bit products
+(AVX2 and older). There the 16-bit numbers are multiplied in float32, and the result is rounded to 16 bits. torch's own
+16-bit product would take 7 to 30 times as long on these CPUs.
+
+**On CUDA** products always use cuBLAS. `set_numerics` sets TF32 and determinism for the whole process, including an
+engine in the process. (This code was never run on a GPU.) A CPU has no TF32, and the same calls on the same threads
+give the same bits.
 
 Shape suffixes: N rows, K inputs, M outputs.
 """
@@ -84,7 +89,8 @@ def choose_products(
 
 
 def choose_by_vendor(vendor: str) -> tuple[Products, str]:
-    """Return the library for a processor vendor, and the reason."""
+    """Return the library for float32 matrix products on a processor, and the reason as text for the log. `vendor`: the
+    processor's `vendor_id`, or "" if it is unknown."""
     return Products.ONEDNN if vendor == "AuthenticAMD" else Products.TORCH, f"processor {vendor or 'unknown'}"
 
 
@@ -118,12 +124,13 @@ def add_product(total_NM: Tensor, x_NK: Tensor, weight_MK: Tensor, products: Pro
 
 
 def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-    """Return x @ weight.T of float32 tensors that hold bfloat16 values, summed in float32 without rounding.
+    """Return x @ weight.T in float32. Both tensors are float32, but all their values are bfloat16 numbers. The sums are
+    float32 and are not rounded to bfloat16.
 
-    oneDNN multiplies them as bfloat16. This is several times as fast on a processor with bfloat16 products. (torch's
-    product of bfloat16 tensors rounds its result.) The call changes a setting of the whole process until it returns.
-    Meanwhile the float32 products of other threads would be rounded, but no other thread of a rank's process computes
-    products.
+    oneDNN multiplies the values as bfloat16. This is several times as fast on a processor with bfloat16 products.
+    (torch's product of bfloat16 tensors would round its result.) The call changes a setting of the whole process until
+    it returns. Meanwhile the float32 products of other threads would be rounded, but no other thread of a rank's
+    process computes products.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
@@ -186,9 +193,9 @@ order of arrival)."""
 
 
 def set_numerics(model: ModelConfig) -> None:
-    """On CUDA, set TF32 and determinism for the whole process as the config says. Without CUDA, change nothing. Call
-    this function before the first product and before NCCL's groups are created. Raises ValueError, naming the key, for
-    TF32 without CUDA."""
+    """Set TF32 and determinism on CUDA for the whole process, as the config says. Call this function before the first
+    matrix product and before NCCL's groups are created. In a process without CUDA nothing is set. Such a process gets
+    ValueError, naming the key, if the config asks for TF32."""
     if not torch.cuda.is_available():
         if model.tf32:
             raise ValueError("model.tf32 = True: float32 products of NVIDIA GPUs; this process has none")

@@ -179,15 +179,18 @@ starts the ranks has its own deadline, after which it ends the ranks."""
 _LONGEST_ANSWER_S = 30.0
 """Maximum number of seconds to wait until the other ranks report that a collective failed for them too."""
 _ANSWER_S = 2.0
-"""Additional seconds for an answer from rank 0's process, which keeps the notes."""
+"""Extra seconds for an answer of rank 0's process, after the time in which the other ranks can report a failed
+collective. This process serves the store with the reports. If it has not answered by then, rank 0 counts as missing."""
 
 
 class CollectiveWatch:
-    """Owns this rank's notes in the gang's store. After a failed collective, the notes tell which ranks did not take
-    part."""
+    """Finds out which ranks did not take part in a failed collective. Each rank writes two notes into the gang's
+    key-value store (torch.distributed's, served by rank 0): first the name of the work that the rank begins, later that
+    a collective has failed for this rank. After a failure, a rank without the second note is missing."""
 
     def __init__(self, rank: Rank) -> None:
-        """Connect to the store and block until every rank of the gang has joined."""
+        """Connect to the gang's key-value store (torch.distributed's), and block until every rank of the gang has
+        joined."""
         self._index, self._size, self._timeout_s = rank.index, rank.size, rank.collective_timeout_s
         self.store: Any
         """The gang's store, from which process groups can be created."""
@@ -226,9 +229,13 @@ class CollectiveWatch:
             raise missing from error
 
     def _find_missing(self, where: str) -> RanksMissing | None:
-        """Return an error with the ranks that have not seen a collective fail, or None if all have. Rank 0's process
-        keeps the notes. If that process does not answer, rank 0 is the missing rank. Raises DistNetworkError if that
-        process has ended."""
+        """Return an error that names the missing ranks, or None if no rank is missing. Call this after a collective has
+        failed on this rank. The call notes the failure in the gang's key-value store. The other ranks do so too if the
+        collective fails for them. A rank without such a note is missing.
+
+        Rank 0's process serves the store. If it does not answer, rank 0 is the missing rank. If it has ended,
+        DistNetworkError is raised. `where`: name of the work that the collective belongs to.
+        """
         answer: SimpleQueue[RanksMissing | dist.DistNetworkError | None] = SimpleQueue()
 
         def ask() -> None:
@@ -251,7 +258,9 @@ class CollectiveWatch:
         return received
 
     def _ranks_without_note(self) -> tuple[int, ...]:
-        """Wait for the other ranks to note that a collective failed for them too. Return the ranks that did not."""
+        """Wait until every rank has noted, in the gang's key-value store, that a collective failed for it. Return the
+        ranks without such a note at the end of the wait. The wait is at most as long as the time-out of a collective,
+        and at most `_LONGEST_ANSWER_S`."""
         notes = {index: f"gave_up/{index}" for index in range(self._size)}
         try:
             self._notes.wait([*notes.values()], timedelta(seconds=min(self._timeout_s, _LONGEST_ANSWER_S)))
@@ -293,13 +302,19 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_li
 
 
 def run_megatron_without_cuda(device: torch.device = CPU) -> None:
-    """Make megatron-core run on a torch without CUDA, on `device`. A second call, or a call with CUDA, does nothing.
+    """Make megatron-core run on a torch without CUDA, on `device`. A second call, or a call in a process with CUDA, has
+    no effect. Import megatron-core before the call. Call this in worker processes only.
 
-    megatron-core asks for CUDA devices, generators and tensor type names by name. Each module of megatron-core that is
-    imported already gets a copy of the torch module. The copy uses `device` instead of CUDA. All other code in the
-    process keeps the real torch, except for two methods of Tensor. `cuda` moves the tensor to `device`. `type` without
-    arguments gives tensors on `device` the names of CUDA's types, such as "torch.cuda.FloatTensor". Call this in worker
-    processes only."""
+    megatron-core refers to CUDA's devices, random generators and tensor types by name. So two things
+    are replaced:
+
+    - In all modules of megatron-core that were imported before, the name `torch` now stands for a changed copy of
+      torch. The copy uses `device` instead of CUDA.
+    - Two methods of Tensor change for all code in the process. `cuda` moves the tensor to `device`. `type` without
+      arguments gives tensors on `device` the names of CUDA's types, such as "torch.cuda.FloatTensor".
+
+    Apart from these two methods, all other code in the process keeps the real torch.
+    """
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
     cuda = _view(

@@ -149,8 +149,11 @@ class ModelHost(Protocol):
 
     def load(self, role: Role, directory: Path | None) -> None:
         """Restore a checkpoint that `save` wrote in any layout, bit for bit. If `directory` is None, go back to version
-        0, built from the config and the run's seed. Raises StateError on every rank if the checkpoint is of another
-        model or damaged. The role is then unchanged or dirty."""
+        0, built from the config and the run's seed.
+
+        Raises StateError on every rank if the checkpoint is of another model or damaged. The role then either has its
+        old state, or it is dirty. A dirty role cannot be used until a `load` succeeds.
+        """
         ...
 
     def publish(self, board: WeightBoard, version: int) -> Manifest | None:
@@ -164,12 +167,14 @@ class ModelHost(Protocol):
         ...
 
     def export(self, board: WeightBoard, directory: Path) -> Callable[[], None]:
-        """Return a function that writes the policy in Hugging Face layout, from its version on the board. The version
-        is published first if the board does not have it. The version stays on the board until the function has run.
+        """Return a function that writes the policy to `directory` in Hugging Face layout. It writes the version that is
+        resident now, and reads the weights from the board. If the board does not have this version, the call publishes
+        it first. The version stays on the board until the function has run.
 
         The function may be called in any thread. It writes on rank 0 and does nothing on other ranks.
         AutoModelForCausalLM.from_pretrained loads the directory. With LoRA its subdirectory `adapter` has the adapters
-        in peft's format."""
+        in peft's format.
+        """
         ...
 
     def sleep(self) -> None:
@@ -181,9 +186,16 @@ class ModelHost(Protocol):
 
 
 class StateError(RuntimeError):
-    """An error for a model that a call cannot use, because it has another version, is dirty, or is not placed on this
-    gang. Also raised for a checkpoint that does not fit the model or cannot be read. In these cases the message names
-    the role or the files. Also raised if a process that is already in a gang joins one."""
+    """An error for a model, a checkpoint or a process whose state does not allow the call:
+
+    - The model has another version than the call needs.
+    - The model's weights were changed, but the change was not committed.
+    - The model is not placed on this gang.
+    - A checkpoint does not fit the model or cannot be read.
+    - A process that is already in a gang joins one.
+
+    In the first three cases the message names the role. For a checkpoint it names the files.
+    """
 
 
 class NonFiniteGradientsError(RuntimeError):

@@ -37,7 +37,7 @@ from storage.errors import StoreError
 from storage.weights import BFLOAT16, FilePlace, Manifest, WeightAttempt, WeightBoard, placed
 
 _ERRORS = (StoreError, OSError, ValueError)
-"""Errors that the calls of a board raise."""
+"""Errors that the methods of `WeightBoard` raise."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: 
     """Write the trained weights to the board as version `version`. Return the version's manifest on rank 0, None on the
     other ranks.
 
-    Errors are raised on rank 0 only. ValueError means that the version exists with other bits. StoreRefused means that
-    the board's memory is full. An error of the board on another rank is raised on rank 0 too."""
+    Only rank 0 raises errors of the board. If such an error occurs on another rank, that rank sends it to rank 0.
+    ValueError means that the version exists with other bits. StoreRefused means that the board's memory is full.
+    """
     is_first = dist.get_rank() == 0
     slabs = own_slabs(model, blueprint)
     of_ranks: list[list[Slab]] = from_all_ranks(slabs)
@@ -118,8 +119,9 @@ def own_slabs(model: GPTModel, blueprint: Blueprint) -> list[Slab]:
 
 
 def own_blocks(model: GPTModel, blueprint: Blueprint, slabs: list[Slab]) -> Iterator[tuple[Slab, slice, np.ndarray]]:
-    """Yield (part, rows of the part, the rows as an array) for every block of the parts that this rank writes. `slabs`
-    is the result of `own_slabs`. With LoRA the call is collective."""
+    """Yield the weights that this rank publishes, in blocks of rows. A block has at most `BLOCK_BYTES`, or is a single
+    larger row. Each item is (the part of a tensor, the slice of the part's rows, these rows as an array). `slabs`: the
+    parts that this rank writes, from `own_slabs`. With LoRA the call is collective."""
     rank, tensors = blueprint.parallel_rank, iter(list[Tensor]())
     if not blueprint.model.lora.rank:
         tensors = (part.local_part(rank.tensor_rank)[1] for part in _own_parts(model, blueprint))

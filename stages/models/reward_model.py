@@ -83,9 +83,9 @@ class GroupedRows:
 
 
 class RewardModel:
-    """Owns this rank's part of a reward model, and its optimizer if the model is trained. Without `joined` it also owns
-    the rank's membership of the gang's process group. Every rank of the gang makes the same calls in the same order and
-    gets the whole result."""
+    """Owns this rank's part of a reward model, and its optimizer if the model is trained. Every rank of the gang makes
+    the same calls in the same order and gets the whole result. If the constructor joined the gang itself (its argument
+    `joined` is None), the method `close` also leaves the gang."""
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class RewardModel:
             self._model.requires_grad_(False).eval()
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
-        """Return a context for calls that every rank must make: see `ModelHost.collectives_of`."""
+        """Return a context for calls that every rank of the gang must make. Inside, RanksMissing is raised if some
+        ranks do not join a collective. `where`: name of these calls in the error message."""
         return self._parallel_rank.missing_ranks.collectives_of(where)
 
     def scores(self, rows: TokenRows) -> np.ndarray:
@@ -150,8 +151,8 @@ class RewardModel:
         return from_all_ranks(scores, self._parallel_rank)
 
     def sleep(self) -> None:
-        """If the device has a memory of its own, move the weights to the host's memory until the next `scores`, and
-        drop the cached outputs of the frozen blocks."""
+        """Free the device until the next call of `scores`: move the weights to the host's memory, and drop the cached
+        outputs of the frozen blocks. If the device has no memory of its own (a CPU), do nothing."""
         if has_own_memory():
             self._weights.sleep()
             if self._trunk is not None:
@@ -190,7 +191,7 @@ class RewardModel:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the copied weights back and end the training."""
+        """Go back to the weights that the last call of `keep` copied, and end the training for good."""
         assert self._kept is not None, "nothing was kept"
         for parameter, kept in zip(self._trained_parameters(), self._kept, strict=True):
             parameter.copy_(kept)
@@ -314,8 +315,9 @@ def group_micro_batches(
 
 
 def is_share(groups: Sequence[np.ndarray], blueprint: Blueprint) -> bool:
-    """Return True if this rank has a share of the groups, so that its micro-batches count. If there are fewer groups
-    than data-parallel ranks, the last ranks have no share. The loss must not depend on their copies of a group (see
+    """Return True if this rank has groups of its own, so that its micro-batches count in the loss. If there are fewer
+    groups than data-parallel ranks, the last ranks have no groups of their own. They compute a copy of the first group,
+    because every rank takes part in the reduction of gradients. The loss must not depend on such a copy (see
     `group_micro_batches`)."""
     return blueprint.parallel_rank.data_rank < len(groups)
 
@@ -409,7 +411,8 @@ class NextTokens:
         self._weights = Residence(lambda: self._model.parameters())
 
     def sleep(self) -> None:
-        """If the device has a memory of its own, move the weights to the host's memory until the next `likeliest`."""
+        """Free the device until the next call of `likeliest`: move the weights to the host's memory. If the device has
+        no memory of its own (a CPU), do nothing."""
         if has_own_memory():
             self._weights.sleep()
 

@@ -1,13 +1,17 @@
 """Describe a model's architecture once for all users: sizes, features, and tensors by Hugging Face name.
 
-    config.json ──spec_of──► ModelSpec ──┬─► the trainer: build, layers, hf_conversion (Megatron's blocks)
+    config.json ──spec_of──► ModelSpec ──┬─► the trainer: build, layers, hf_conversion
                                          ├─► the embedded engine: model, ranks/rank_model
                                          └─► the checks before a run: pipeline/config/preflight
 
-A new family that computes as Llama does only needs an entry in `FAMILIES`. The same holds if its other features are
-already here: biases of queries, keys and values; norms of queries and keys. A new feature also needs a field of
-`ModelSpec`, its tensors in `layer_shapes`, and code in both implementations: Megatron's blocks and the engine.
-`spec_of` refuses models of other families, and models with features that are not supported.
+To add a family of models:
+
+- A family that is computed like Llama needs only an entry in `FAMILIES`. It may also have the two features that are
+  supported already: biases of queries, keys and values, and norms of queries and keys.
+- A feature that is not supported yet also needs a field of `ModelSpec`, its tensors in `layer_shapes`, and code in both
+  implementations: Megatron's blocks and the engine.
+
+The function `spec_of` refuses models of other families, and models with features that are not supported.
 
 The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`) and the readers of a
 Hugging Face directory's small JSON files. It defines the random models (`random:tiny`, …), which are Llamas without
@@ -38,8 +42,8 @@ class Family:
     """Keys that config.json must have. If such a key were missing, transformers would use a default that fits only one
     model of the family."""
     windowed: bool = False
-    """True if the key `sliding_window` limits attention when it is not null. Then only rows up to the window's length
-    are supported."""
+    """True if models of the family may have sliding-window attention. The key `sliding_window` of config.json is the
+    length of the window, and null means no window. Rows longer than the window are not supported."""
     qkv_bias: bool = False
     qk_norm: bool = False
     """See `ModelSpec.qk_norm`."""
@@ -68,7 +72,8 @@ VALUE_HEAD_WEIGHT = "value_head.weight"
 """[1, hidden_size]: the critic's head, for which Hugging Face's causal models have no name."""
 VALUE_HEAD_BIAS = "value_head.bias"
 SCORE_WEIGHT = "score.weight"
-"""[1, hidden_size]: a reward model's head, by the name in Hugging Face's models for sequence classification."""
+"""Name of the weight of a reward model's head, a tensor [1, hidden_size]. Hugging Face's models for sequence
+classification use the same name."""
 SCORE_BIAS = "score.bias"
 """[1]: the head's bias, which Hugging Face's classifiers lack. It is stored in config.json (`REWARD_BIAS`) and read
 like a tensor."""
@@ -81,7 +86,8 @@ O_PROJ = "self_attn.o_proj"
 POST_ATTENTION_NORM = "post_attention_layernorm"
 GATE_PROJ, UP_PROJ = "mlp.gate_proj", "mlp.up_proj"
 DOWN_PROJ = "mlp.down_proj"
-"""The parts of a layer from bottom to top: see `layer_tensor`."""
+"""Name of the last tensor in a layer. All names from `INPUT_NORM` to this one are names of tensors within a layer, in
+the order of computation. The function `layer_tensor` adds the number of the layer."""
 
 _LAYERS = "model.layers."
 
@@ -187,8 +193,8 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _max_positions(config: Mapping[str, Any], family: Family) -> int:
-    """Return the number of tokens in the longest supported row. Rows up to the sliding window's length are computed as
-    if there were no window."""
+    """Return the number of tokens in the longest supported row. With a sliding window it is at most the window's
+    length, because attention is computed without a window."""
     positions = int(config["max_position_embeddings"])
     window = config["sliding_window"] if family.windowed else None
     return positions if window is None else min(positions, int(window))
@@ -271,8 +277,8 @@ def layer_and_part(name: str) -> tuple[int, str] | None:
 
 
 def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
-    """Return the spec with larger sizes, so that `tensor` ranks hold equal parts. The added weights are zeros. Sizes
-    that divide over the ranks already stay the same.
+    """Return the spec with larger sizes, so that `tensor` ranks hold equal parts. The added weights are zeros. A size
+    that `tensor` ranks can share without padding is not changed.
 
         vocabulary   rows of embedding and output layer; their logits are excluded from every softmax
         MLP          rows of gate and up, columns of down
@@ -299,11 +305,13 @@ def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
 
 
 def _divides(spec: ModelSpec, tensor: int) -> bool:
-    """Return True if heads need no padding. There are two cases:
+    """Return True if `tensor` tensor-parallel ranks can divide the heads without padding. A group is one key-value head
+    and the query heads that use it. There are two cases:
 
     - Every rank has the same number of whole groups.
-    - The number of ranks is a multiple of the number of groups, and it divides both the number of query heads and the
-      number of rows of the fused projection. The ranks of a group then share its key and value and split its queries.
+    - The number of ranks is a multiple of the number of groups. The number of ranks also divides the number of query
+      heads and the number of rows of the fused projection. Several ranks then divide the query heads of a group, and
+      share its key-value head.
     """
     if spec.num_kv_heads % tensor == 0:
         return True
@@ -382,9 +390,9 @@ def is_random(path: str) -> bool:
 
 
 def cached_in_hub(path: str) -> str:
-    """Return the directory of a model in this account's Hugging Face cache if `path` is the name (`org/model`) of a
-    cached model. Return `path` itself if it is anything else, or if a file or directory of this path exists. Nothing is
-    downloaded."""
+    """Return the directory of a model in this account's Hugging Face cache if `path` is the name of a cached model
+    (`org/model`, `gpt2`). Return `path` itself if it is anything else, or if a file or directory of this path exists.
+    Nothing is downloaded."""
     if not _HUB_NAME.fullmatch(path) or Path(path).exists():
         return path
     stored = _hub_cache() / f"models--{path.replace('/', '--')}"
@@ -393,7 +401,7 @@ def cached_in_hub(path: str) -> str:
     return str(snapshot) if (snapshot / "config.json").is_file() else path
 
 
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def _hub_cache() -> Path:

@@ -103,8 +103,10 @@ class _TokenLogprobs(torch.autograd.Function):
         kernels: BlockKernels,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
-        """Compute both outputs. Token ids in `target_N` and in the distribution are relative to this rank's first
-        token, so a target of another rank is outside 0..V-1. `early_N`: True where the response must not end yet."""
+        """Return two float32 tensors [N]: the log-prob of each target token, and the entropy of the distribution that
+        the token was sampled from (0 if `entropy` is "none"). Token ids in `target_N` and in `distribution` are
+        relative to this rank's part of the vocabulary: 0 is the first of its V tokens. A target in the part of another
+        rank is outside 0..V-1. `early_N`: True where the response must not end yet."""
         blocks = _blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)
         operand_NH = _operand(hidden_NH, weight_VH)
         kept_bytes = KEPT_BYTES if any(ctx.needs_input_grad) else 0

@@ -88,7 +88,7 @@ class TracedPhase:
 
 @dataclass(frozen=True)
 class TracedRank:
-    """The record of one rank."""
+    """The traced work of one rank: its memory and collectives in each phase, and its torch operations."""
 
     index: int
     stage: int
@@ -104,8 +104,9 @@ class TracedRank:
 
 
 def trace_stage(gang: TracedGang, stage: int) -> TracedRank:
-    """Return the record of the first rank of a pipeline stage. Call it in a process that uses no other accelerator and
-    belongs to no process group."""
+    """Run the work of the first rank of a pipeline stage on a fake GPU, without the other ranks. Return the memory,
+    collectives and operations of this work. Call this in a process that belongs to no process group, and that uses no
+    real accelerator before or after the call."""
     phases: list[TracedPhase] = []
     index = stage * gang.num_ranks // gang.layout.pipeline  # Megatron orders ranks by tensor, data, then pipeline
     numbers = NoNumbers()
@@ -185,7 +186,7 @@ def worst_batch(gang: TracedGang, role: Role) -> TraceBatch:
 
 
 def rows_of(batch: TraceBatch, number: int) -> Rollout:
-    """Return the rows of `number` micro-batches like `batch`."""
+    """Return invented rows that fill `number` micro-batches of the same shape as `batch`."""
     rows = batch.rows * number
     mask = np.broadcast_to(np.arange(batch.length) >= batch.length - batch.new, (rows, batch.length)).copy()
     return Rollout(
@@ -216,8 +217,8 @@ _BACKEND = "cpu:fake,fakegpu:fake"
 
 @contextmanager
 def _fake_gang(recorder: Recorder) -> Iterator[None]:
-    """Return a context in which a host joins a gang without other processes. In the context, no weights are read from
-    files: the host gets tensors that have only shapes."""
+    """Return a context in which a `MegatronHost` joins a gang without other processes. It reads no weights from files
+    in the context: it gets tensors that have only shapes."""
     device = fake_device()
 
     def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:

@@ -73,20 +73,24 @@ class Minibatch:
 
 
 MAX_SKIPPED_STEPS = 8
-"""Training fails after this many consecutive optimizer steps whose gradient is not finite. The count continues across
-PPO steps. Overflows at a loss scale above its minimum do not count. One such step may be an accident. If a whole update
-(such as 2 epochs of 4 minibatches) consists of such steps, weights or data are broken."""
+"""Training fails after this many consecutive optimizer steps with a gradient that is not finite. The count continues
+across PPO steps. Overflows at a loss scale above its minimum are not counted. One counted step may be an accident. If a
+whole update (such as 2 epochs of 4 minibatches) consists of counted steps, weights or data are broken."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of PPO step `step` (from 0). The rate depends on the step only, so a resumed or replayed
     step needs no history.
 
-    warm-up:  lr * (step + 1) / warmup_steps    for step < warmup_steps
-    Later steps use x = (step - warmup_steps) / (total_steps - warmup_steps), which is 1 one step past the last:
-    linear:   min_lr + (lr - min_lr) * (1 - x)
-    cosine:   min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2        (Loshchilov & Hutter 2017, without restarts)
-    constant: lr
+    The first `warmup_steps` steps are the warm-up. For later steps, x is the share of the decay that is done. It is 0
+    at the first step after the warm-up. It would be 1 at step `total_steps`, the step after the last one.
+
+    x = (step - warmup_steps) / (total_steps - warmup_steps)
+
+    warm-up:    lr * (step + 1) / warmup_steps
+    linear:     min_lr + (lr - min_lr) * (1 - x)
+    cosine:     min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2        (Loshchilov & Hutter 2017, without restarts)
+    constant:   lr
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -308,8 +312,9 @@ class Trainer:
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version and mark it uncommitted. Drop the hidden states kept from forward passes of the previous
-        version. (They are still there if all minibatches were empty or the role was not trained.)"""
+        """Set the version, and mark it as not committed (`dirty`). Drop hidden states that are still kept from forward
+        passes with the previous version. An update normally drops them earlier. It does not if all its minibatches are
+        empty, or if the role is not trained."""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -319,7 +324,8 @@ class Trainer:
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Return the torch optimizer inside Megatron's: AdamW, or the optimizer that replaced it."""
+        """Return the torch optimizer that Megatron's optimizer wraps. It is torch's AdamW, or the `BlockAdamW` or
+        `MatrixOptimizer` that `__init__` put in its place."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
 
@@ -405,7 +411,8 @@ class Trainer:
         return norm, overflow
 
     def _approx_kl(self, stats: list[LossStats]) -> float:
-        """Return a minibatch's approx_kl: the sum over all micro-batches of all ranks (a collective call)."""
+        """Return the approx_kl of a minibatch, in nats per token: the weighted mean over the tokens of all ranks. It is
+        the sum of the micro-batches' shares of this mean. A collective call."""
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
@@ -462,8 +469,8 @@ def _listed(items: Sequence[object], most: int = 64) -> str:
 INITIAL_SCALE = 65536.0
 """Loss scale at the start. It only has to be high enough, since every gradient that is not finite halves it."""
 MINIMUM_SCALE = 1.0
-"""Lowest loss scale. If a gradient is not finite at this scale, the scale did not cause it, and the step counts as
-skipped."""
+"""Lowest loss scale. Above it, a gradient that is not finite counts as an overflow, and the scale is halved. At the
+lowest scale, the scale is not the cause, so the step counts as skipped (`MAX_SKIPPED_STEPS`)."""
 GROWTH_INTERVAL = 1000
 """Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled. This is Megatron's
 own default. If every doubling makes gradients overflow, one step in a thousand is lost."""

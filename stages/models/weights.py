@@ -26,8 +26,8 @@ from stages.ppo.losses import LossStats, merge_stats, summarise_stats
 
 
 def stage_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
-    """Yield this rank's parts of its pipeline stage's trained tensors. Adapters have peft's names. The last stage's
-    copy of a tied embedding is left out, since the first stage has the embedding."""
+    """Yield this rank's slices of the trained tensors of its pipeline stage. Adapters have the names that peft gives
+    them. A tied embedding is yielded by the first stage only."""
     rank = blueprint.parallel_rank.tensor_rank
     for name, block, parameter in _trained(model, blueprint):
         yield from hf_parts(name, block, parameter, blueprint.spec, rank)
@@ -49,8 +49,9 @@ def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, 
 
 def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, weight) of this pipeline stage's weights that training changes. Without LoRA, these are the trained
-    weights. With LoRA, they are copies of the adapted weights with the adapters merged in. Only the rank with TP and DP
-    rank 0 makes and yields these copies; every rank of the stage yields a trained head."""
+    weights, on every rank of the stage. With LoRA, they are copies of the adapted weights with the adapters merged in.
+    Only the rank with TP and DP rank 0 makes and yields these copies. But every rank of the stage yields a critic's
+    trained head."""
     trained, rank, lora = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
     if not lora.rank:
         yield from trained
@@ -191,8 +192,9 @@ def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]
 
 
 def sum_over_ranks(rank: ParallelRank, shares: Sequence[float]) -> float:
-    """Return the sum of the output ranks' shares, with the same bits on every rank. The shares of other ranks do not
-    count."""
+    """Return the sum of `shares` over the output ranks, with the same bits on every rank. An output rank is a rank of
+    the last pipeline stage with tensor-parallel rank 0. The `shares` of all other ranks are ignored. A collective call.
+    """
     return math.fsum(share for part in from_all_ranks(shares if rank.is_output_rank else []) for share in part)
 
 

@@ -42,11 +42,12 @@ class NoNativeKernelsError(RuntimeError):
 def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:
     """Compile the sources in a folder into a library, unless the cache has it. Return the library's path.
 
-    The sources may include `headers` of the same folder, and `numbers.h`. Several processes may build the same library
-    at once, because each compiles it under another name and then moves it to its place.
+    The C code may `#include` the `headers`, which are in the same folder, and `numbers.h`. Several processes may build
+    the same library at once, because each compiles it under another name and then moves it to its place.
 
     Raises:
-        NoNativeKernelsError: there is no compiler or no cache folder for this user, or the compilation failed."""
+        NoNativeKernelsError: there is no compiler or no cache folder for this user, or the compilation failed.
+    """
     compiler, release = _compiler(), compiler_version()
     if compiler is None or release is None:
         raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
@@ -132,8 +133,8 @@ def load_library(
 
 
 def cache_folder() -> Path:
-    """Return the folder of the libraries, which only this user can enter. Raises NoNativeKernelsError if no such folder
-    can be made."""
+    """Return the folder in which compiled kernels are cached as shared libraries. Only this user can enter it. The
+    folder is created if necessary. Raises NoNativeKernelsError if it cannot be created."""
     problems = []
     for folder in _candidates():
         try:

@@ -47,7 +47,8 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 def machine_numerics() -> dict[str, str]:
-    """Return the items of this process's processor, libraries, environment and device."""
+    """Return the fingerprint of this process without the software versions: name of an item -> its value. The items
+    describe the processor, the libraries, the environment variables and the GPU."""
     flags = _processor_flags()
     items = {
         "machine": platform.machine(),

@@ -55,11 +55,13 @@ class RunningMoments:
 def penalise_missing_eos(
     scores: Float[Tensor, " rows"], truncated: Bool[Tensor, " rows"], missing_eos_score: float | None
 ) -> Float[Tensor, " rows"]:
-    """Return the scores, with `missing_eos_score` as the score of every cut response. If `missing_eos_score` is None,
-    return the scores unchanged.
+    """Return the scores, with `missing_eos_score` as the score of every truncated response. If `missing_eos_score` is
+    None, return the scores unchanged.
 
-    `missing_eos_score` is rounded to float32, in which scores are stored. Otherwise a score of -0.1 and a
-    `missing_eos_score` of -0.1 would differ by rounding, and normalisation would divide by this difference."""
+    `missing_eos_score` is rounded to float32, in which scores are stored. Without the rounding, scores of -0.1 and a
+    `missing_eos_score` of -0.1 would differ by about 1e-9. The standard deviation would then be of this size, and
+    normalisation would divide by it.
+    """
     if missing_eos_score is None:
         return scores
     return torch.where(truncated, torch.tensor(missing_eos_score, dtype=torch.float32).to(scores), scores)
@@ -67,13 +69,13 @@ def penalise_missing_eos(
 
 @jaxtyped(typechecker=beartype)
 def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]) -> RunningMoments:
-    """Return the running moments after adding this step's n scores, whose mean is s. m and q are the old mean and
-    squares:
+    """Return the running moments after adding the n scores of this step. s is the mean of these scores. m is the old
+    mean of all scores, and q is the old sum of squared distances from the mean. m' and q' are the new ones:
 
-        m' = m + (sum(scores) - n*m) / (count + n)
-        q' = q + sum((scores - s)^2) + (s - m)^2 * count * n / (count + n)
+        m'   = m + (sum(scores) - n*m) / (count + n)
+        q'   = q + sum((scores - s)^2) + (s - m)^2 * count * n / (count + n)
 
-    The formula subtracts no large sums of squares from each other (Chan, Golub and LeVeque 1983).
+    No term of q' is negative, so no precision is lost by subtraction (Chan, Golub and LeVeque 1983).
     """
     n = scores.numel()
     if n == 0:
@@ -209,8 +211,8 @@ def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " gr
 
 @jaxtyped(typechecker=beartype)
 def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " groups"]:
-    """Return the standard deviation of the counted rows of each group. The variance divides by n - 1. The result is
-    exactly 0 for a group of equal rows."""
+    """Return the standard deviation of x in each group, over the rows whose `groups.counted` is True. The variance
+    divides by n - 1. The result is exactly 0 if these rows have equal x, or if there is only one."""
     squares = _sums(_centred(x, groups) ** 2, groups)
     return torch.sqrt(squares / (_sizes(groups, x) - 1).clamp(min=1))
 
@@ -247,8 +249,8 @@ def rewards_to_go(
 
 
 def _centred(x: Tensor, groups: Groups) -> Tensor:
-    """Return each row's x minus the mean of its group. The result is exactly 0 in equal groups and in rows that do not
-    count."""
+    """Return each row's x minus the mean of its group. The result is exactly 0 in a group whose counted rows all have
+    the same x, and in rows that do not count."""
     means = _sums(x, groups) / _sizes(groups, x).clamp(min=1)
     varies = groups.counted & ~equal_groups(x, groups)[groups.number]
     return torch.where(varies, x - means[groups.number], 0)
@@ -260,5 +262,5 @@ def _sums(x: Tensor, groups: Groups) -> Tensor:
 
 
 def _sizes(groups: Groups, like: Tensor) -> Tensor:
-    """Return the number of counted rows of each group."""
+    """Return the number of counted rows (`groups.counted`) of each group, in the dtype of `like`."""
     return _sums(torch.ones_like(like), groups)

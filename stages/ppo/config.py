@@ -35,10 +35,11 @@ class NormalizeConfig:
     the current step are included."""
 
     mean: bool = False
-    """Subtract the mean. Under `advantage: group`, `group_mean` and `rloo` this is refused unless `clip` is set,
-    because these subtract a mean themselves."""
+    """true: subtract the mean of all scores so far from each score. Under `advantage: group`, `group_mean` and `rloo`,
+    this is allowed only together with `clip`. These three subtract a mean themselves, so without `clip` it would have
+    no effect."""
     scale: bool = False
-    """Divide by the standard deviation."""
+    """true: divide each score by the standard deviation of all scores so far. `mean` is applied first."""
     clip: float | None = setting(None, above(0, ", or null for no bound"))
     """Bound of the scores after `mean` and `scale`: they are clipped to -clip .. clip; null: no bound."""
 
@@ -82,9 +83,9 @@ class PPOConfig:
     correction_cap: float = setting(2.0, at_least(1, " (2 is usual; ppo.correction=none: none)"))
     """The cap C of `correction`."""
     proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"
-    """Source of pi_prox. recompute: a forward pass at the step's start. loglinear: interpolation between mu and pi,
-    without a forward pass. sampler: mu. auto: recompute, unless the forward pass would change only rounding. The saved
-    config has the choice that auto made."""
+    """Source of pi_prox. recompute: a forward pass at the start of the step. loglinear: interpolation between mu and
+    pi, without a forward pass. sampler: mu. auto: one of these three, but loglinear or sampler only if the result then
+    differs from recompute by no more than rounding. The saved config contains the choice."""
     epochs: int = setting(2, at_least(1))
     """Number of passes of an update over the rows of its step."""
     minibatches: int = setting(2, at_least(1))
@@ -132,17 +133,21 @@ def whitens_advantages(config: PPOConfig) -> bool:
 
 
 def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
-    """Return `ppo.proximal`. If it is `auto`, return the source that is chosen by the following rules. `auto` avoids
-    the forward pass for pi_prox if the pass would change only rounding. Three things read pi_prox:
+    """Return the source of pi_prox. This is `ppo.proximal`, unless that setting is `auto`. `auto` avoids the forward
+    pass for pi_prox if the pass would change only rounding. The first rule that applies decides the value of `auto`:
 
-    - The policy's loss. With one optimizer step per update, pi_prox is pi before this step, whichever weights sampled
-      the rows. So `loglinear` is exact. Under `anchor: sampler` the loss does not read pi_prox, so `sampler` is chosen.
-    - A KL penalty in the rewards. It needs the forward pass. On fresh rows mu's log-probs differ from pi_prox's only by
-      rounding. But if the scores of a step do not vary, the advantages consist of the penalty alone. Whitening divides
-      the penalty by its standard deviation, and AdamW divides by the gradient's size. So the policy would be trained on
-      rounding errors.
-    - The controller of the KL's coefficient, if there is one. It can use mu's KL on fresh rows if engine and trainer
-      agree (`exact`).
+    - A KL penalty in the rewards: `recompute`.
+    - A controller of the KL coefficient: `recompute`, unless staleness is 0 and `exact` is True. In that case the KL of
+      mu, which sampled the rows, serves as well.
+    - `anchor: sampler`: `sampler`, because the loss does not read pi_prox.
+    - One optimizer step per update: `loglinear`, which interpolates between mu and pi. Before the first step of an
+      update it takes pi itself, also on stale rows. This is exact, because pi_prox is pi then.
+    - Otherwise: `recompute`.
+
+    The first rule also holds for fresh rows, although mu and pi_prox then differ only by rounding. The reason is a step
+    whose scores are all equal. Its advantages consist of the penalty alone. Whitening divides them by the penalty's
+    standard deviation, and AdamW divides by the size of the gradient. So the policy would be trained on rounding
+    errors.
 
     Args:
         staleness: the bound eta.
@@ -190,12 +195,6 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
     if config.advantage in GROUPED and config.gamma != 1:
         need = f"{chosen} has one reward for each response, which is not discounted: 1, or gae or reinforce_pp"
         yield Problem("ppo.gamma", config.gamma, need)
-    if config.advantage == "group" and config.kl.where == "reward" and config.kl.coef:
-        need = (
-            "ppo.advantage=group divides by the deviation of a prompt's rewards; if all scores are equal, only the KL "
-            "is left in it: ppo.kl.where=loss (as GRPO has it), ppo.advantage=group_mean or ppo.kl.coef=0"
-        )
-        yield Problem("ppo.kl.where", config.kl.where, need)
 
 
 def _dead_problems(config: PPOConfig) -> Iterator[Problem]:

@@ -1,5 +1,5 @@
-"""The two losses of PPO: the clipped policy loss, with three policies so that stale data is corrected, and the clipped
-value loss.
+"""The two losses of PPO: the clipped policy loss and the clipped value loss. The policy loss uses three policies, so
+that it can correct for stale data:
 
     mu        the behaviour policy, which drew the token: the weights of the version in `token_versions`
     pi_prox   the proximal policy: the trainer's weights at the start of the step
@@ -8,18 +8,23 @@ value loss.
 Both losses are sums of weight_t * term_t (see `stages.ppo.masks`). The loss of a minibatch is the sum over its
 micro-batches and ranks. If a framework AVERAGES gradients over n ranks, multiply the losses by n.
 
-Stats of the policy loss (`LossStats`), in the symbols of `policy_loss`. Sums:
+The policy loss also returns stats (`LossStats`). The function `policy_loss` defines the symbols u, w, g, A, H, rho and
+k. C is `correction_cap`. The anchor is the denominator of u: pi_prox under `anchor: proximal`, mu under `anchor:
+sampler`. These stats are weighted sums:
 
-    policy/loss             all terms                      policy/surrogate       the first term
+    policy/loss             all terms                      policy/surrogate       -w * g
     policy/kl_ref           rho * k, if `kl.where: loss`   policy/entropy         H
     policy/approx_kl        k3 of KL(anchor || pi)         policy/ratio_mean      u
     policy/clipfrac         share of tokens whose gradient the clip removed
     policy/dual_clipfrac    share of tokens whose gradient the dual clip removed, if there is a dual clip
-    policy/weight_mean      w before the correction, with anchor proximal
-    policy/weight_outside   share of tokens with w > C (under `mask` also w < 1/C), with anchor proximal
+    policy/weight_mean      pi_prox / mu before the correction; only under `anchor: proximal`
+    policy/weight_outside   share of tokens with pi_prox / mu > C (under `correction: mask` also < 1/C); only under
+                            `anchor: proximal`
 
-Maxima: policy/ratio_max, policy/weight_max. A ratio u above exp(80) counts as exp(80) where a clip bounds the term. No
-clip bounds the term if A < 0 and there is no dual clip. There a ratio that overflows makes the loss infinite.
+These stats are maxima: policy/ratio_max (of u) and policy/weight_max (of pi_prox / mu).
+
+A ratio u above exp(80) counts as exp(80) wherever a clip bounds the term. Without a dual clip, tokens with A < 0 have
+no such bound. If the ratio of such a token overflows, the loss is infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -135,17 +140,23 @@ def policy_loss(
     cfg: PPOConfig,
     kl_coef: float,
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """Return this micro-batch's share of the policy loss, and its stats (listed at the top of this file).
+    """Return this micro-batch's share of the policy loss, and its stats. The top of this file lists the stats and
+    defines mu, pi_prox and pi. Each token t has these values:
 
-        L = sum_t weight_t * [ -w_t * g_t
-                               + kl_coef * rho_t * k_t(pi, pi_ref)  if kl.where is "loss"
-                               - entropy_coef * H_t ]
-        g_t = min(u_t A_t, clip(u_t, 1 - clip, 1 + clip_high) A_t)
-        g_t = max(g_t, dual_clip A_t)                               where A_t < 0, if there is a dual_clip
+        A     advantage                          H     entropy of pi
+        k     estimate of KL(pi || pi_ref)       rho   weight of k:  correct(pi / mu)
+        u     ratio that is clipped:             pi / pi_prox            (anchor sampler: pi / mu)
+        w     weight of the clipped term:        correct(pi_prox / mu)   (anchor sampler: 1)
 
-        anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
-        anchor sampler:    u = pi / mu,       w = 1
-        rho = corrected pi / mu, without gradient, because k and its gradient are defined for tokens drawn from pi
+    `correct` depends on `cfg.correction` (see `behaviour_weights`). It truncates a ratio at the cap C, sets it to 0
+    outside [1/C, C], or replaces it by 1. w and rho have no gradient. rho is needed because k and its gradient are
+    defined for tokens drawn from pi, and mu drew the tokens. The loss is
+
+        L     = sum_t weight_t * [ -w_t * g_t
+                                   + kl_coef * rho_t * k_t               if kl.where is "loss"
+                                   - entropy_coef * H_t ]
+        g_t   = min(u_t A_t, clip(u_t, 1 - clip, 1 + clip_high) A_t)
+        g_t   = max(g_t, dual_clip A_t)                                  where A_t < 0, if there is a dual_clip
 
     Args:
         new_logprobs: log pi of the tokens, with gradient.
@@ -198,9 +209,14 @@ def value_loss(
 
         L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
 
-    V is `new_values`. V_old and G are the old values and the returns of `inputs`. If the `value_clip` c is None, the
-    second square is left out. The stats have no maxima. Their sums are critic/loss, critic/clipfrac (share of tokens
-    whose clipped square is larger than the other one) and critic/mean (mean of V).
+    V is `new_values`. V_old and G are the old values and the returns of `inputs`. c is `value_clip`. If it is None, the
+    second square is left out.
+
+    All stats are weighted sums (`LossStats.sums`):
+
+    - critic/loss: L
+    - critic/clipfrac: share of tokens whose second square is larger than the first
+    - critic/mean: mean of V
     """
     mask = inputs.mask
     v = torch.where(mask, new_values, 0)
@@ -234,8 +250,8 @@ def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return g of `policy_loss`, and the stats of the clips by name. A stat is 1 for each token at which the clip
-    removed the gradient, else 0."""
+    """Return g, the clipped objective u * A of each token (see `policy_loss`), and stats by name. The stat of a clip is
+    1 for each token whose gradient this clip removed, else 0."""
     unclipped = u * advantages
     high = cfg.clip if cfg.clip_high is None else cfg.clip_high
     clipped = u.clamp(1 - cfg.clip, 1 + high) * advantages
@@ -252,8 +268,9 @@ def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor
 def _anchored(
     log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return three things: the anchor's log-probs, w after the correction, and w before the correction (None under
-    `anchor: sampler`)."""
+    """Return the log-probs of the anchor, and two versions of the importance weight w = pi_prox / mu: after
+    `cfg.correction` and before it. The anchor is pi_prox under `anchor: proximal`, and mu under `anchor: sampler`.
+    Under `anchor: sampler`, the corrected weight is 1, and the uncorrected weight is None."""
     if cfg.anchor == "sampler":
         return log_mu, torch.ones_like(log_mu), None
     log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
@@ -277,9 +294,12 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """Return rho_t * k_t(pi, pi_ref), with the gradient of k, 0 outside the mask. `cfg.correction` is applied to rho in
-    the same way as to w. Before the first optimizer step of the update, rho equals w, except if `anchor` or `proximal`
-    is "sampler"."""
+    """Return rho_t * k_t(pi, pi_ref), 0 outside the mask. k is the KL estimator, and only k has a gradient. rho is the
+    importance weight pi / mu, corrected by `cfg.correction`.
+
+    Before the first optimizer step of the update, pi is pi_prox. rho then equals the weight w of the policy term,
+    except under `anchor: sampler` or `proximal: sampler`, where w is 1.
+    """
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
@@ -324,8 +344,8 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
 
 
 def summarise_stats(minibatches: Sequence[LossStats]) -> dict[str, float]:
-    """Return the metrics of an update from its minibatches: the mean of each sum over the minibatches, and the largest
-    value of each maximum. Needs at least one minibatch."""
+    """Return the metrics of an update from the stats of its minibatches. An entry of `sums` becomes its mean over the
+    minibatches. An entry of `maxima` becomes its largest value over the minibatches. Needs at least one minibatch."""
     means = {n: float(torch.stack([m.sums[n] for m in minibatches]).mean()) for n in minibatches[0].sums}
     maxima = {n: float(torch.stack([m.maxima[n] for m in minibatches]).amax()) for n in minibatches[0].maxima}
     return means | maxima

@@ -36,7 +36,7 @@ class TeacherConfig:
     """The reward models whose scores are learnt under `train.loss: distill`."""
 
     paths: list[str] = field(default_factory=list)
-    """Directories of reward models. The mean of their scores is learnt."""
+    """Directories of the teachers, which are reward models. The new reward model learns the mean of their scores."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the teachers' forward passes; null: `model.dtype`."""
 

@@ -72,7 +72,7 @@ def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
 
     Args:
         groups: the groups of the minibatch. All groups have the same weight.
-        num_rows: number of rows of the whole training set."""
+        num_rows: number of rows of the whole training set. All rows are given as indices into this set."""
     better = np.concatenate([group.pairs.better for group in groups])
     worse = np.concatenate([group.pairs.worse for group in groups])
     weights = np.concatenate([np.full(len(group.pairs), 1 / len(group.pairs) / len(groups)) for group in groups])
@@ -187,14 +187,15 @@ def reliability(margins: np.ndarray) -> Reliability:
 
 
 def best_accuracy(ratings: np.ndarray, standard_errors: np.ndarray, better: np.ndarray, worse: np.ndarray) -> float:
-    """Return the best possible accuracy on pairs of noisy ratings: the mean probability that the true means of a pair
-    are in the observed order. A true mean is the opinion of everybody, not only of the few people who rated.
+    """Return the best accuracy that any model can reach on pairs of noisy ratings. The true rating of a text is the
+    mean opinion of all people, not only of the few people who rated it. A pair's observed order may differ from the
+    order of its true ratings. The result is the mean probability that both orders are the same.
 
-    True means are taken as normal around m, the mean of the ratings. Their variance tau^2 is the ratings' variance
-    minus the mean variance of the errors:
+    The true ratings are assumed to be normally distributed around m, the mean of the observed ratings. Their variance
+    tau^2 is the variance of the observed ratings minus the mean squared standard error:
 
-        tau^2 = max(0, var(ratings) - mean(se^2)),   b = tau^2 / (tau^2 + se^2)
-        true | rating ~ N(m + b (rating - m), b se^2)
+        tau^2           = max(0, var(ratings) - mean(se^2)),   b = tau^2 / (tau^2 + se^2)
+        true | rating   ~ N(m + b (rating - m), b se^2)
     """
     variance = standard_errors**2
     tau2 = max(0.0, float(ratings.var() - variance.mean()))

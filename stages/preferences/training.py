@@ -39,7 +39,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a training."""
+    """Progress of the training of a reward model. It is reported after every optimizer step and every validation."""
 
     step: int
     """Number of optimizer steps so far."""
@@ -86,7 +86,7 @@ caused by the learning rate or the data, not by chance."""
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """The three sets of judged rows that a training needs."""
+    """The judged rows of a reward-model training: the training, validation and held-out sets."""
 
     train: JudgedRows
     validation: JudgedRows
@@ -189,12 +189,15 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
-    """Compare the scores of a student (`scores`) with the mean scores of its teachers (`targets`). Return:
+    """Compare the scores of a student (`scores`) with the mean scores of its teachers (`targets`). The accuracy of
+    scores is the share of the judged pairs that the scores order as people did. Return:
 
     - `agreement`: share of the judged pairs that student and teachers order alike
-    - `spearman`: rank correlation of the scores
+    - `spearman`: rank correlation of the student's and the teachers' scores
     - `teacher_accuracy`: accuracy of the teachers' scores
-    - `accuracy_of_teachers`: accuracy of the student, divided by `teacher_accuracy`; infinity if this is 0"""
+    - `accuracy_of_teachers`: accuracy of the student as a share of `teacher_accuracy`; infinity if `teacher_accuracy`
+      is 0
+    """
     better, worse = judged.pairs.better, judged.pairs.worse
     of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
     teacher = float(of_teacher.mean())

@@ -15,6 +15,8 @@ from storage.problems import Problem, above, finite, plain_name, setting
 
 JUDGES = ("judge", "local_judge")
 """Kinds of rewards that ask a language model."""
+SCORING_MODELS = ("model", "local_judge")
+"""Kinds of rewards that score with a model in the scoring worker. Their argument `path` is the model's directory."""
 JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
 """Arguments of a judge that limit its requests and costs. They do not change any score."""
 TIMEOUT_S, RETRY_S = 60.0, 300.0
@@ -39,7 +41,7 @@ class PartConfig:
     """Time limit of a batch in your own reward, in seconds. Rewards that ship with Stageline have no such limit;
     `format` and `reasoning_gym` have `args.timeout_s` for one answer."""
     network: bool = False
-    """For your own reward: true if it may use the network."""
+    """true: a reward function or class of your own may use the network."""
     environment: list[str] = field(default_factory=list)
     """For your own reward: names of further environment variables that it gets."""
     writes: list[str] = field(default_factory=list)
@@ -48,7 +50,8 @@ class PartConfig:
 
 @dataclass(frozen=True)
 class Permissions:
-    """Permissions that the config gives to the code of one part, in addition to the permissions of every sandbox."""
+    """Permissions that the config gives to the sandboxed code of one component of the reward. The code also has the
+    permissions that every sandbox has."""
 
     network: bool = False
     environment: tuple[str, ...] = ()
@@ -65,9 +68,10 @@ class RewardPartsConfig:
     instead of `parts`."""
 
     kind: str | None = None
-    """Kind of the only part, in the short form. The part is named after its kind, or after your own function."""
+    """Kind of the reward, if it consists of a single part. The section then has `kind` and `args`, and no `parts`. The
+    part is named after its kind, or after the function or class of your own reward. null: `parts` lists the parts."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the only part, in the short form."""
+    """Arguments of the single part, if the section has `kind` instead of `parts`."""
     parts: dict[str, PartConfig] = field(default_factory=dict)
     """Parts by name; the score is their weighted sum."""
 
@@ -108,8 +112,8 @@ def reward_problems(config: RewardConfig) -> Iterator[Problem]:
 def source_problems(
     config: RewardPartsConfig, key: str, prompts_url: str, url_key: str = "prompts.url"
 ) -> Iterator[Problem]:
-    """Yield a problem for each part of kind `reasoning_gym` if the prompts do not come from reasoning-gym. `url_key`:
-    key path of the prompts' URL."""
+    """Yield a problem for each reward part of kind `reasoning_gym` if the prompts have another source than
+    reasoning-gym. `url_key`: key path of `prompts_url`."""
     for where, part in config.parts_by_name(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
             need = f"needs {url_key}={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
@@ -122,6 +126,35 @@ def reward_model_parts(
     """Yield (key path of the arguments, the arguments) of every part of these kinds, inside ensembles too."""
     for where, part in config.parts_by_name(key).values():
         yield from _model_arguments({"kind": part.kind, "args": part.args}, where, kinds)
+
+
+def arguments_problems(kind: object, args: Mapping[str, Any], key: str) -> Iterator[Problem]:
+    """Yield the problems of a reward's arguments without which `reward_model_parts` cannot find the models: a scoring
+    model must have a path, and the members of an ensemble must be rewards. `key`: key path of the arguments."""
+    if kind in SCORING_MODELS and not isinstance(args.get("path"), str):
+        yield Problem(f"{key}.path", args.get("path"), "must be given, as the directory of the model that scores")
+    elif kind == "ensemble":
+        yield from members_problems(args.get("members"), f"{key}.members")
+
+
+def members_problems(members: object, key: str) -> Iterator[Problem]:
+    """Yield the problems of an ensemble's members. `key`: key path of the members."""
+    if not isinstance(members, Mapping) or len(members) < 2:
+        yield Problem(key, members, "an ensemble has 2 members or more, as NAME: {kind: .., args: ..}")
+        return
+    for name, member in members.items():
+        if _is_member(member):
+            yield from arguments_problems(member["kind"], member.get("args", {}), f"{key}.{name}.args")
+        else:
+            yield Problem(f"{key}.{name}", member, "must have a kind and may have args, nothing else")
+
+
+def _is_member(given: object) -> bool:
+    return (
+        isinstance(given, Mapping)
+        and {"kind"} <= given.keys() <= {"kind", "args"}
+        and isinstance(given.get("args", {}), Mapping)
+    )
 
 
 def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline_s: float) -> Iterator[Problem]:
@@ -144,14 +177,16 @@ def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline
 
 
 def judge_notes(config: RewardPartsConfig, key: str) -> Iterator[str]:
-    """Yield notes to show to the user about the section's judges."""
+    """Yield a warning for each judge of this section whose arguments have `delimit: false`. Such a judge cannot tell
+    the response from the rubric. `key`: key path of the section."""
     for where, args in reward_model_parts(config, key, JUDGES):
         if args.get("delimit") is False:
             yield undelimited_note(where)
 
 
 def undelimited_note(key: str) -> str:
-    """Return the note about a judge with `delimit: false` in the arguments at this key path."""
+    """Return the warning about a judge with `delimit: false`: it cannot tell the response from the rubric. `key`: key
+    path of the judge's arguments."""
     return (
         f"{key}.delimit is false: the judge cannot tell a response from its rubric, unless the rubric has its own "
         "delimiters that no response can contain (docs/judges.md)"
@@ -177,6 +212,8 @@ def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
     elif config.kind is None and config.args:
         need = f"need {key}.kind; or set {key}.parts.NAME.args"
         yield Problem(f"{key}.args", config.args, need)
+    for where, part in config.parts_by_name(key).values():
+        yield from arguments_problems(part.kind, part.args, f"{where}.args")
     for name, part in config.parts.items():
         yield from plain_name(dots=False).problems({f"{key}.parts.{name}": name})
         if ":" not in part.kind and part.timeout_s != TIMEOUT_S:

@@ -24,7 +24,7 @@ from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_files import head_problem, is_classifier, read_tokenizer, tensor_shape
 from stages.models.protocol import ALONE, Rank
 from stages.models.spec import SCORE_WEIGHT, read_eos_ids, read_spec
-from stages.rewards.config import NO_PERMISSIONS, Permissions
+from stages.rewards.config import NO_PERMISSIONS, Permissions, members_problems
 from stages.rewards.protocol import Reward, Sample, Scored
 from stages.rewards.registry import UnfitReward, build_reward, closing_on_error
 from storage.problems import Problem
@@ -122,7 +122,7 @@ class ModelKind(StrEnum):
     REWARD = "reward model"
     """A `RewardModel`."""
     LANGUAGE = "language model"
-    """A `NextTokens`."""
+    """A language model that gives the likeliest next tokens after a prompt (class `NextTokens`)."""
 
 
 @dataclass(frozen=True)
@@ -233,20 +233,15 @@ class EnsembleReward(Reward):
         _directory: Path | None = None,
         _allowed: Permissions = NO_PERMISSIONS,
     ) -> None:
-        """`members`: name -> {kind, args}. `timeout_s`: time limit of a batch in members that are users' own rewards,
-        in seconds."""
-        if len(members) < 2:
-            raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
+        """`members`: name -> {kind, args}. `timeout_s`: time limit of a batch in seconds, only for members that are
+        users' own functions or classes."""
+        for problem in members_problems(members, "members"):
+            raise UnfitReward(problem)
         with closing_on_error() as undo:
             self._members, self._names = [], list(members)
             for name, member in members.items():
-                args = member.get("args", {})
-                if "kind" not in member or member.keys() - {"kind", "args"} or not isinstance(args, Mapping):
-                    raise ValueError(
-                        f"members.{name} is {member!r}: it must have a kind and may have args, nothing else"
-                    )
-                kind, where = str(member["kind"]), f"members.{name}"
-                reward = build_reward(kind, args, where, timeout_s, _directory, _allowed)
+                kind, args = str(member["kind"]), member.get("args", {})
+                reward = build_reward(kind, args, f"members.{name}", timeout_s, _directory, _allowed)
                 undo.callback(reward.close)
                 self._members.append(reward)
         self.deterministic = all(member.deterministic for member in self._members)
@@ -286,8 +281,8 @@ class EnsembleReward(Reward):
 
 
 def _member_scores(answer: Sequence[float] | Scored, rows: int) -> np.ndarray:
-    """Return a member's scores, float64 [rows]: for each row the sum of its parts. Raises ValueError for a wrong number
-    of scores."""
+    """Return the scores of one member of the ensemble, float64 [rows]. If the member gives a `Scored`, a row's score is
+    the sum of its parts. Raises ValueError for a wrong number of scores."""
     parts = answer.parts.values() if isinstance(answer, Scored) else [answer]
     arrays = [np.asarray(part, np.float64) for part in parts]
     for array in arrays:

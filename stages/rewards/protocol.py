@@ -1,9 +1,11 @@
 """The base class of all rewards (rules, users' own functions, reward models, judges), and the samples that they score.
 
 A worker of the role `score` calls a reward with the rows of a shard, or with batches of them, while other shards are
-still generated. A reward may be slow, for example if it runs a model or asks a server. By default, the `advantage` node
-runs on the gang of the role `score`. If `placement.roles.advantage` names another gang, only the `advantage` node of
-the same step waits for a slow reward.
+still generated. A reward may be slow, for example if it runs a model or asks a server.
+
+By default, the `advantage` node of a step runs on the gang of the role `score`. It may then have to wait while this
+gang scores rows of later steps. If `placement.roles.advantage` names another gang, the node waits only for the scores
+of its own step.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Extract = Literal["tags", "last_number", "all"]
 
 
 class TaskScorer:
-    """An `AnswerScoring` (sandbox/answers.py) for the library's tasks."""
+    """Scores answers to the tasks of the package `reasoning-gym`. Implements `AnswerScoring` (sandbox/answers.py)."""
 
     def __init__(self, extract: Extract) -> None:
         self._extract = extract
@@ -63,7 +63,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def known_tasks() -> Mapping[str, Any]:
-    """Return the library's tasks: name -> (class, class of its settings)."""
+    """Return the tasks that the package `reasoning-gym` offers: name -> (class, class of its settings)."""
     tasks: Mapping[str, Any] = importlib.import_module("reasoning_gym.factory").DATASETS
     return tasks
 

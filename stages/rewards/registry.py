@@ -42,8 +42,8 @@ REWARDS: dict[str, str] = {
 }
 """Kind -> class of the reward, as `module:name`. The class is called with `args`."""
 KEYS = "attached"
-"""Folder in a run's directory with the keys of the run's attached workers (`RunPaths.attached`). It is hidden from
-users' own rewards if the host allows namespaces."""
+"""Folder in a run's directory with secret keys (`RunPaths.attached`). Whoever has such a key can join the run as a
+worker. The folder is hidden from users' own rewards if the host allows namespaces."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
 """Settings of the type check of arguments: an integer is accepted as a float."""
 _SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
@@ -61,16 +61,17 @@ class UnfitReward(ValueError):
 def build_parts(
     config: RewardPartsConfig, key: str, directory: Path | None = None, *, trust_answers: bool = False
 ) -> tuple[Part, ...]:
-    """Build the parts of a score. The caller closes them with `close_parts`.
+    """Build the parts of a reward. The caller closes them with `close_parts`.
 
     Args:
-        config: the section with the parts.
+        config: the section that lists the parts.
         key: key path of the section.
         directory: the run's directory, for files of a reward. None: no files are written.
         trust_answers: `reward.trust_answers` of the config.
 
     Raises:
-        UnfitReward: a reward cannot be built (`build_reward`), also if this host cannot confine answers.
+        UnfitReward: a part cannot be built (see `build_reward`). Also raised if a part may evaluate sampled text, this
+            host cannot sandbox such text, and `trust_answers` is False.
     """
     with closing_on_error() as undo:
         parts = []
@@ -122,7 +123,9 @@ def build_reward(
             raise UnfitReward(Problem(f"{key}.{setting}", kind if setting == "kind" else dict(args), need))
         return reward
     if kind not in REWARDS:
-        need = f"known are {', '.join(sorted(REWARDS))}, and your own as module:function or module:Class"
+        module, _, name = kind.removesuffix(".py").rpartition(".")
+        yours = f"{module}:{name}" if module else "module:function or module:Class"
+        need = f"known are {', '.join(sorted(REWARDS))}, and your own as {yours}"
         raise UnfitReward(Problem(f"{key}.kind", kind, need))
     module, _, name = REWARDS[kind].partition(":")
     make: Callable[..., Reward] = getattr(importlib.import_module(module), name)

@@ -5,9 +5,10 @@
       batch ──samples─────────────────────────────────► call ──► scores | the exception and its row
       close, or any end of the worker ────────────────► the sandbox ends, with all its processes
 
-If the function raises, hangs or ends its process, its batch fails with an error that names the rows, and the worker
-continues. If the process ended, it may have been killed from outside. So it is first started once more, and gets the
-same batch again. This is safe because scoring has no side effects.
+A batch fails if the function raises or exceeds its time limit. The error names the rows, and the worker continues. If
+the process ends during a batch, something outside may have killed it. So the process is started once more, and gets the
+same batch again. The batch fails if the process ends a second time. To repeat a batch is safe, because scoring has no
+side effects.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -62,6 +64,8 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
             need = f"there is no module {module_name} in {os.getcwd()}, nor is one installed"
+            if module_name.endswith(".py"):
+                need += f": did you mean {module_name.removesuffix('.py').replace('/', '.')}:{name}?"
         else:
             need = f"importing {module_name} raised {_one_line(error)}"
         raise _Refused("kind", need) from error
@@ -126,8 +130,9 @@ def _check_arguments(kind: str, target: Function, arguments: Mapping[str, Any]) 
 
 
 def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the function's result as JSON, or the exception that the function raised. If a batch raises, its samples
-    are tried one by one, for up to `_SEARCH_S`, to find the row."""
+    """Return the function's result as JSON, or the exception that the function raised, with the row that caused it. To
+    find this row in a batch, the samples are tried one by one, for up to `_SEARCH_S`. The row is None if it was not
+    found."""
     try:
         return _numbers(function(samples))
     except Exception as error:
@@ -144,7 +149,22 @@ def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
             raised, row = error, number
             break
     trace = "".join(traceback.format_exception(raised)[-4:]).rstrip()
-    return {"error": _one_line(raised), "row": row, "traceback": trace}
+    return {"error": _one_line(raised) + _hint(raised), "row": row, "traceback": trace}
+
+
+def _hint(raised: BaseException) -> str:
+    """Return advice for an exception that the sandbox, or a mistaken view of the samples, may have caused. "" if there
+    is none."""
+    causes = [raised]
+    while (before := causes[-1].__cause__ or causes[-1].__context__) is not None and before not in causes:
+        causes.append(before)
+    if any(isinstance(one, socket.gaierror | ConnectionError) for one in causes):
+        return " (the sandbox has no network; `network: true` in reward.parts.NAME allows it)"
+    if any(isinstance(one, PermissionError) for one in causes):
+        return " (the sandbox allows few files; `writes: [PATH]` in reward.parts.NAME allows more)"
+    if any(isinstance(one, TypeError | AttributeError) and "'Sample'" in str(one) for one in causes):
+        return f" (each sample is an object with the fields {', '.join(f.name for f in fields(Sample))})"
+    return ""
 
 
 def _numbers(answer: Any) -> dict[str, Any]:
@@ -166,6 +186,8 @@ def _floats(answer: Any) -> list[float]:
     numbers = []
     for position, value in enumerate(answer):
         try:
+            if isinstance(value, str | bytes):  # float() would accept "1.0", which is more likely a mistake
+                raise TypeError
             numbers.append(float(value))
         except (TypeError, ValueError):
             raise TypeError(f"it returned {value!r:.80} for sample {position}, which is not a number") from None

@@ -61,7 +61,7 @@ CASES = [
     Case(
         "ensemble",
         {"members": {"a": {"kind": "vader"}, "b": {"kind": f"{OWN}:vowels", "args": {"gain": 0.5}}}},
-        (("members", {"a": {"kind": "vader"}}, "members has 1"), ("members", {"a": {}, "b": {}}, "must have a kind")),
+        (("members", {"a": {"kind": "vader"}}, "2 members"), ("members", {"a": {}, "b": {}}, "must have a kind")),
     ),
     Case(f"{OWN}:vowels", {"gain": 2.0}),
     Case(f"{OWN}:two_parts"),

@@ -214,6 +214,20 @@ class StoreContract:
         store.settle(winner)
         assert_same(store.read(Address("advantage", 0)), advantages())
 
+    def test_arrays_of_an_archived_commit_do_not_hide_an_attempt_that_is_not_settled(
+        self, store: RolloutStore, ledger: Ledger, url: str
+    ) -> None:
+        """A resume from a checkpoint archives the commit of a shard, and samples it again with other weights."""
+        address = Address("score", 0)
+        store.write(address, Scores(np.full(ROWS, 1, np.float32)), PROVENANCE)
+        ledger.set_aside(address, f"{url}/archive")
+        fresh = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+        anew = fresh.prepare(address, Scores(np.full(ROWS, 2, np.float32)), PROVENANCE, attempt="a1-22222222")
+        assert Ledger(f"{url}/ledger").commit(anew) == anew
+        assert_same(fresh.read(address), Scores(np.full(ROWS, 2, np.float32)))
+        reader = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+        assert_same(reader.read(address), Scores(np.full(ROWS, 2, np.float32)))
+
     @pytest.mark.parametrize("settled", [False, True])
     def test_a_late_attempt_at_a_closed_step_is_withdrawn(
         self, store: RolloutStore, ledger: Ledger, url: str, settled: bool
@@ -248,6 +262,22 @@ class StoreContract:
         assert other.write(address, Scores(np.ones(ROWS, np.float32)), PROVENANCE) == commit
         assert self.attempts(url) == []
         assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), first)
+
+    def test_a_late_commit_is_withdrawn_by_the_writeback(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
+        """A worker does not wait for the look into the segment. Nobody waits for its output either."""
+        arrays, update = Address("score", 0), Address("update_policy", 0)
+        first = Scores(np.arange(ROWS, dtype=np.float32))
+        commits = [store.write(arrays, first, PROVENANCE), store.commit_only(update, PROVENANCE)]
+        ledger.close(0, [arrays, update])
+        others, writeback = Ledger(f"{url}/ledger"), files.Writeback()
+        late = RolloutStore(url, others, LAYOUTS, writeback=writeback)
+        late.write(arrays, Scores(np.ones(ROWS, np.float32)), PROVENANCE)
+        late.commit_only(update, PROVENANCE)
+        writeback.close()
+        assert Ledger(f"{url}/ledger").open_addresses() == []
+        assert [others.find(arrays), others.find(update)] == commits
+        assert self.attempts(url) == []
+        assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(arrays), first)
 
     def test_plain_readers_miss_what_was_not_moved(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
         """Stageline reads it, and so must every other reader, sooner or later: `check` says so until then."""

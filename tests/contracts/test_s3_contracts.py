@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from storage.config import Durability
 from storage.errors import StoreError, StoreRefused, StoreUnavailable
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
+from storage.shards import group_metadata
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
 from tests.contracts.test_rollout_store_contract import LAYOUTS, PROVENANCE, StoreContract, assert_same, rollout
 from tests.support.s3_server import Faults, s3fs
@@ -149,7 +151,7 @@ def test_another_process_writes_are_seen(bucket: str) -> None:
 
 
 def test_a_damaged_attempt_is_left_to_its_readers(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`recover` names it and goes on with the others."""
+    """`recover` names it and goes on with the others. It removes it if the arrays are at their chunk keys already."""
     url, damaged, sound = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0), Address("generate", 1)
     ledger, run = Ledger(f"{url}/ledger"), files.open_root(url)
     store = RolloutStore(url, ledger, LAYOUTS)
@@ -164,6 +166,10 @@ def test_a_damaged_attempt_is_left_to_its_readers(bucket: str, capsys: pytest.Ca
     assert_same(store.read(sound), rollout())
     with pytest.raises(StoreError, match="generate-000000"):
         store.read(damaged)
+    settled = store.write(Address("generate", 0, 2), rollout(), PROVENANCE)
+    files.write(run, f"attempts/generate-000000-0002-{settled.attempt}.packed", bytes(data))
+    assert store.recover() == 0
+    assert [*files.keys(run.below("attempts"))] == [key.removeprefix("attempts/")]
 
 
 def test_records_are_read_ahead_into_the_cache(bucket: str, faults: Faults) -> None:
@@ -176,6 +182,81 @@ def test_records_are_read_ahead_into_the_cache(bucket: str, faults: Faults) -> N
     assert_same(store.read(address), record)
     assert faults.left == [("GET", 503, False)]
     faults.left = []
+
+
+def requests(faults: Faults, act: Callable[[], object]) -> list[tuple[str, str]]:
+    """Return (method, kind of object) for the requests that `act` makes, sorted."""
+    before = len(faults.seen)
+    act()
+    kinds = {".json": "record", ".packed": "attempt", ".segment": "segment"}
+    seen = [(method, path.rsplit("/", 1)[-1]) for method, path in faults.seen[before:]]
+    return sorted((method, next((kinds[k] for k in kinds if name.endswith(k)), "chunk")) for method, name in seen)
+
+
+def test_a_workers_record_is_read_with_one_request_until_it_is_some_steps_old(bucket: str, faults: Faults) -> None:
+    """Then its attempt's object is removed, together with the others of its step, and its files are at their chunk
+    keys."""
+    url = f"{bucket}/{uuid.uuid4().hex}"
+
+    def attempts() -> list[int]:
+        return [address.step for address, _ in RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).attempts()]
+
+    def read_ahead(step: int) -> list[tuple[str, str]]:
+        store = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS, recent_bytes=1 << 20)
+        made = requests(faults, lambda: store.prefetch([Address("generate", step)]))
+        assert_same(store.read(Address("generate", step)), rollout(step))
+        return made
+
+    def write(step: int) -> None:
+        worker._writeback = files.Writeback()  # closed here, so that all is done when the requests are counted
+        for shard in range(2):
+            worker.write(Address("generate", step, shard), rollout(step), PROVENANCE)
+        worker._writeback.close()
+
+    worker = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+    for step in range(4):
+        removals = [method for method, _ in requests(faults, partial(write, step)) if method == "POST"]
+        assert len(removals) == (step == 3)
+        assert read_ahead(step) == [("GET", "attempt"), ("GET", "record")]
+    assert attempts() == [1, 1, 2, 2, 3, 3]
+    others = len(rollout().arrays())
+    assert read_ahead(0) == [("GET", "attempt"), *[("GET", "chunk")] * others, ("GET", "record")]
+
+
+def test_objects_that_a_dead_worker_kept_are_removed_and_their_records_stay(bucket: str) -> None:
+    url, writeback = f"{bucket}/{uuid.uuid4().hex}", files.Writeback()
+    worker = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS, writeback=writeback)
+    commit = worker.write(Address("generate", 0), rollout(), PROVENANCE)
+    writeback.close()
+    driver = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+    assert driver.recover() == 1
+    assert driver.attempts() == []
+    assert_same(driver.read(commit.address), rollout())
+    assert list(driver.plain_faults(commit)) == []
+
+
+def test_arrays_are_described_without_a_look_and_groups_keep_their_attributes(bucket: str, faults: Faults) -> None:
+    url, address = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0)
+    run = files.open_root(url)
+    group = group_metadata({"by": "a user"})
+    files.write(run, "rollouts.zarr/step_000000/zarr.json", group)
+    before = len(faults.seen)
+    RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).write(address, rollout(), PROVENANCE)
+    looked_at = {
+        path.split("rollouts.zarr/")[1]
+        for method, path in faults.seen[before:]
+        if path.endswith("zarr.json") and method == "GET"
+    }
+    assert looked_at == {"zarr.json", "step_000000/zarr.json"}
+    assert files.read(run, "rollouts.zarr/step_000000/zarr.json") == group
+
+
+def test_a_closed_segment_is_looked_for_once_and_not_for_each_record(bucket: str, faults: Faults) -> None:
+    ledger = Ledger(f"{bucket}/{uuid.uuid4().hex}/ledger")
+    for shard in range(5):
+        ledger.commit(commit_at(Address("score", 0, shard)))
+    assert requests(faults, ledger.remove_closed_records).count(("GET", "segment")) == 1
+    assert len(ledger.open_addresses()) == 5
 
 
 def test_the_files_of_a_record_are_written_and_read_with_requests_at_the_same_time(bucket: str, faults: Faults) -> None:

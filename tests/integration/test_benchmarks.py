@@ -51,7 +51,7 @@ CUTS = {
     "overlap": Cut("--steps 4", f"m.ARMS = m.ARMS[:2]; m.WORKLOADS = {LAST_WORKLOAD}"),
     "pages": Cut("--steps 2"),
     "pipeline_decode": Cut(lines="m.NUM_ROWS = (2,)"),
-    "planning": Cut("--runs --steps 6", "m.VARIANTS = dict(list(m.VARIANTS.items())[:3])"),
+    "planning": Cut("--runs tiny --steps 6", "m.WORKLOADS['tiny'] = m.first_variants(m.WORKLOADS['tiny'], 3)"),
     "ppo_step": Cut("--no-peer --steps 1 --threads 1 --arms", "sys.argv += [m.ARMS[0].name, m.ARMS[-1].name]"),
     "predicted_memory": Cut("--heaps returned --only", f"sys.argv += [*m.CASES][:1]; m.SIZES |= {FEW_PARAMETERS}"),
     "publish": Cut(lines=f"m.SHAPES['0.5B'] = {FEW_PARAMETERS}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),

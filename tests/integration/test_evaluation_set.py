@@ -71,6 +71,18 @@ def test_the_figures_of_a_sampled_evaluation_are_repeated(overlapped: RunConfig)
     assert repeated(overlapped, 4) == open_history(overlapped).read_evaluated_rows(4)[1].scores.tolist()
 
 
+def test_the_runs_own_figure_is_shown_only_beside_the_same_evaluation(
+    overlapped: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(overlapped.run_dir)
+    command = ["evaluate", str(paths.weights(4)), str(paths.config)]
+    scores = open_history(overlapped).read_evaluated_rows(4)[1].scores
+    assert main(command) == 0
+    assert f"{scores.mean():.4f} ({len(scores)} of {len(scores)} scores are the same)" in capsys.readouterr().out
+    assert main([*command, "evaluate.temperature=0"]) == 0
+    assert "in the run" not in capsys.readouterr().out
+
+
 def test_resume_refuses_another_evaluation_set(
     asked: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

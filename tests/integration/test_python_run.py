@@ -6,8 +6,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import stageline
@@ -64,3 +66,32 @@ def test_a_config_that_was_changed_is_checked_again(tmp_path: Path) -> None:
     with pytest.raises(stageline.ConfigError) as refused:
         stageline.run(config, quiet=True)
     assert refused.value.key == "rollout.shards"
+    config = stageline.load_config(*arguments(tmp_path, "unused"))
+    config.sampling.max_tokens = config.model.policy.learning_rate = config.step = 1  # type: ignore[attr-defined]
+    config.steps, config.ppo.kl, config.seed = "abc", None, -1  # type: ignore[assignment]
+    config.model.policy.lr = np.float64(1e-3)
+    with pytest.raises(stageline.ConfigError) as refused:
+        stageline.run(config, quiet=True)
+    assert {error.key: error.message.partition(" (in the given config); ")[::2] for error in refused.value.errors} == {
+        "sampling.max_tokens": ("no such key", "did you mean sampling.max_new_tokens?"),
+        "model.policy.learning_rate": ("no such key", "did you mean model.policy.lr?"),
+        "step": ("no such key", "did you mean steps?"),
+        "steps": ("given 'abc'", "must be a whole number"),
+        "model.policy.lr": ("given np.float64(0.001)", "must be a number"),
+        "ppo.kl": ("given None", "it holds the settings where, estimator, coef, target, horizon"),
+        "seed": ("given -1; must be from 0 to 2^63 - 1", ""),
+    }
+    config = stageline.load_config(*arguments(tmp_path, "unused"))
+    config.reward.args["scorer"] = len
+    with pytest.raises(stageline.ConfigError, match=r"^reward.args.scorer: .* not a supported primitive type"):
+        stageline.run(config, quiet=True)
+    with pytest.raises(TypeError, match=r"run\(load_config\('tiny.yaml'\)\)"):
+        stageline.run("tiny.yaml")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="callbacks: give a list of functions"):
+        stageline.run(config, callbacks=print)  # type: ignore[arg-type]
+
+
+def test_another_thread_than_the_main_one_is_refused(tmp_path: Path) -> None:
+    config = stageline.load_config(*arguments(tmp_path, "unused"))
+    with ThreadPoolExecutor() as threads, pytest.raises(stageline.ConfigError, match="call it in the main thread"):
+        threads.submit(stageline.run, config).result()

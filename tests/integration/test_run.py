@@ -465,7 +465,9 @@ def test_a_second_run_is_refused(overlapped: RunConfig, folder: Path, capsys: py
     assert main(["run", *arguments(folder, "overlapped")]) == 2
     assert "stageline resume" in capsys.readouterr().err
     assert main(["run", *arguments(folder, "overlapped", "seed=5")]) == 2
-    assert "another config" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "holds a run without these settings: " in refusal
+    assert "seed=5" in refusal
     assert RunPaths(overlapped.run_dir).events.read_bytes() == before
 
 

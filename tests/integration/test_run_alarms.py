@@ -35,7 +35,7 @@ def test_an_alarm_ends_a_run_that_can_be_resumed(tmp_path: Path, capsys: pytest.
     summary = json.loads(paths.summary.read_text())
     assert summary["steps"] == 6
     assert summary["alarms_by_rule"] == {"entropy": 2}, "counted anew from the resume on"
-    assert summary["alarms"] == 0
+    assert summary["alarms"] == 2
     with sqlite3.connect(database) as tracked:
         tags = dict(tracked.execute("select key, value from tags").fetchall())
     assert tags["alarm.entropy"].endswith("below 100 (alarms.entropy_below), 3 steps in a row")

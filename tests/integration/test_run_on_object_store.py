@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,7 @@ from tests.support.waiting import until
 pytest_plugins = ("tests.support.s3_server",)  # the fixtures `bucket` and `faults`
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
-CHANGES = (*QUIET, "steps=4", "export.every=2")
+CHANGES = (*QUIET, "steps=6", "export.every=2")
 STORED = ("ledger", "rollouts.zarr", "attempts")
 """Folders that a run's directory has only without `storage.url`."""
 FETCHED = ("checkpoints", "weights")
@@ -68,7 +69,7 @@ def test_commands_read_the_run_where_it_is(
         return capsys.readouterr().out
 
     run, twin = str(remote.run_dir), str(local.run_dir)
-    assert "4 of 4 steps" in said("status", run)
+    assert "6 of 6 steps" in said("status", run)
     assert "sound" in said("check", run)
     assert "step 3 of remote" in said("inspect", run, "--step", "3")
     assert "identical" in said("replay", run, "--updates", "0:2")
@@ -134,7 +135,8 @@ def kill_after_upload(config: RunConfig, version: int, arguments: list[str]) -> 
     finally:
         processes = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         driver.wait()
         psutil.wait_procs(processes)
         shutil.rmtree(RunPaths(config.run_dir).board(None), ignore_errors=True)

@@ -25,6 +25,7 @@ from pipeline.driver.results import open_history
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from tests.support.paths import ROOT
+from tests.support.processes import command_line
 from tests.support.run_results import steps_of
 from tests.support.runs import ONE_GANG, QUIET, arguments, configure
 from tests.support.waiting import TIMEOUT_S, until
@@ -112,7 +113,7 @@ def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: 
     with started(arguments(folder, "stages", *changes)) as driver:
         wait_until_finished(driver, RunPaths(config.run_dir).events, "generate", 0)
         processes = psutil.Process(driver.pid).children(recursive=True)
-        (rank,) = [process for process in processes if "stages.engines.embedded.ranks.processes" in process.cmdline()]
+        (rank,) = [one for one in processes if "stages.engines.embedded.ranks.processes" in command_line(one)]
         rank.kill()
         said, _ = driver.communicate(timeout=TIMEOUT_S)
     assert driver.returncode == 0, said

@@ -20,6 +20,7 @@ from storage.address import Address
 from storage.ledger import Ledger
 from tests.contracts.test_vllm_engine import PYTHON, pytestmark
 from tests.support.paths import ROOT
+from tests.support.processes import command_line
 from tests.support.runs import finish
 from tests.support.waiting import until
 
@@ -38,7 +39,7 @@ def with_vllm(folder: Path, name: str, staleness: int) -> RunConfig:
 def servers() -> list[psutil.Process]:
     """Of this process's workers."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if any("serving.server" in word for word in process.cmdline())]
+    return [process for process in found if "serving.server" in command_line(process)]
 
 
 @pytest.mark.smollm2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.graph.graph import Node
@@ -17,8 +17,10 @@ class FixedCosts:
     stages: Mapping[str, float]
     overhead_s: float = 0.0
     loading_s: float = 0.0
+    behind: Mapping[str, float] = field(default_factory=dict)
+    """Stage -> last seconds of a node, in which its worker computes the next node."""
 
-    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+    def seconds(self, node: Node) -> float:
         return self.stages.get(node.stage, 0.0)
 
     def engine_queue(self) -> RowQueue[Any] | None:
@@ -29,6 +31,9 @@ class FixedCosts:
 
     def overhead(self, node: Node) -> float:
         return self.overhead_s
+
+    def behind_s(self, gang: str, stage: str) -> float:
+        return self.behind.get(stage, 0.0)
 
     def refit_s(self) -> float:
         return self.loading_s

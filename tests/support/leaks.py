@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from storage.weights import owner_alive
+from tests.support.processes import command_line
 
 SHARED_MEMORY = Path("/dev/shm")
 _ENDS_S = float(os.environ.get("STAGELINE_LEAKS_END_S", "30"))
@@ -95,7 +96,7 @@ class Opened:
         return cls(
             {number: target for number, target in _descriptors() if number not in kept and not _is_kept_file(target)},
             {
-                child: _command(child)
+                child: command_line(child)
                 for child in psutil.Process().children(recursive=True)
                 if not _is_kept_child(child)
             },
@@ -107,7 +108,7 @@ class Opened:
 
         def found() -> list[str]:
             now = Opened.now()
-            new = now.children.keys() - self.children.keys()
+            new = self._new_children(now)
             psutil.wait_procs(new, _ENDS_S)
             return list(self._more(Opened.now() if new else now))
 
@@ -121,13 +122,17 @@ class Opened:
         for number, target in now.descriptors.items():
             if after[_kind(target)] > before[_kind(target)] and self.descriptors.get(number) != target:
                 yield f"descriptor {number}: {_named(number, target)}"
-        more = Counter(now.children.values()) - Counter(self.children.values())  # a daemon may have been restarted
-        for child in now.children.keys() - self.children.keys():
+        for child in self._new_children(now):
             with suppress(psutil.NoSuchProcess):
-                if more[command := now.children[child]]:
-                    yield f"process {child.pid} ({child.status()}): {command[:200]}"
+                yield f"process {child.pid} ({child.status()}): {now.children[child][:200]}"
         for name in sorted(now.mapped - self.mapped):
             yield f"shared memory: {name}"
+
+    def _new_children(self, now: Opened) -> list[psutil.Process]:
+        """Return the processes that were started since. A process that took the place of one with the same command,
+        such as a daemon that was restarted, does not count."""
+        more = Counter(now.children.values()) - Counter(self.children.values())
+        return [one for one, command in now.children.items() if one not in self.children and more[command]]
 
 
 def abandoned(names: Collection[str]) -> list[tuple[str, float]]:
@@ -203,14 +208,6 @@ def _kept_descriptors() -> set[int | None]:
         if loop is not None:
             kept |= {loop._selector.fileno(), loop._ssock.fileno(), loop._csock.fileno()}
     return kept
-
-
-def _command(child: psutil.Process) -> str:
-    """Return a process's command line; empty if it has ended."""
-    try:
-        return " ".join(child.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def _is_kept_file(target: str) -> bool:

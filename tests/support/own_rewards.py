@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -82,6 +83,21 @@ def inverse(samples: Sequence[Sample]) -> list[float]:
     return [1 / len(sample.response) for sample in samples]
 
 
+def of_texts(samples: Sequence[Sample]) -> list[float]:
+    return [float(len(sample)) for sample in samples]  # type: ignore[arg-type]  # as TRL's rewards do
+
+
+def unwritable(samples: Sequence[Sample]) -> list[float]:
+    raise PermissionError(13, "Permission denied", "log.txt")
+
+
+def unreachable(samples: Sequence[Sample]) -> list[float]:
+    try:
+        raise socket.gaierror("no such host")
+    except OSError as error:
+        raise RuntimeError("the service does not answer") from error
+
+
 def too_few(samples: Sequence[Sample]) -> list[float]:
     return [0.0 for sample in samples if sample.response]
 
@@ -91,7 +107,7 @@ def nothing(samples: Sequence[Sample]) -> None:
 
 
 def texts(samples: Sequence[Sample]) -> list[str]:
-    return ["good" for _ in samples]
+    return ["1.0" for _ in samples]
 
 
 def hangs(samples: Sequence[Sample]) -> list[float]:
@@ -143,11 +159,11 @@ def dies_once(samples: Sequence[Sample], flag: str) -> list[float]:
     return vowels(samples)
 
 
-def broken(samples: Sequence[Sample], characters: str, gain: float, while_there: str) -> list[float]:
-    """Counts characters; a gain of 2 is refused for as long as a file is there."""
+def broken(samples: Sequence[Sample], gain: float, while_there: str) -> list[float]:
+    """Counts vowels; a gain of 2 is refused for as long as a file is there."""
     if gain == 2 and Path(while_there).exists():
         raise ValueError("no gain of 2 today")
-    return [gain * sum(c in characters for c in sample.response) for sample in samples]
+    return vowels(samples, gain)
 
 
 def breeds(samples: Sequence[Sample], marker: str) -> list[float]:

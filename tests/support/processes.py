@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from tests.support.paths import ROOT
 
 
@@ -26,6 +28,14 @@ def exit_status(script: str, *arguments: object) -> int:
     with start_python(script, *arguments) as process:
         process.communicate()
     return process.returncode
+
+
+def command_line(process: psutil.Process) -> str:
+    """Return a process's command line; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def run_tests(folder: Path, *arguments: str, ends_s: float = 30.0, **modules: str) -> subprocess.CompletedProcess[str]:

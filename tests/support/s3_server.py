@@ -37,6 +37,8 @@ class Faults:
         """Fail every so many requests, in one of three ways by turns; 0: none."""
         self._numbers, self._ways = itertools.count(1), itertools.count()
         self._awaited, self._arrived, self._changed = "", 0, threading.Condition()
+        self.seen: list[tuple[str, str]] = []
+        """(method, path) of all requests, in the order of their arrival."""
 
     def fail(self, method: str, status: int, *, after: bool = False) -> None:
         """Fail the next request of a method, before or `after` the server has done what it asks for."""
@@ -54,6 +56,7 @@ class Faults:
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
+        self.seen.append((method, environ["PATH_INFO"]))
         if method == self._awaited and "/c." in environ["PATH_INFO"]:
             self._meet()
         if self.unconditional:

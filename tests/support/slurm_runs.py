@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -92,15 +91,15 @@ def requeued(slurm: SlurmCluster, job: str, times: int, config: RunConfig) -> No
     eventually(lambda: slurm.started_now(job), f"start {times}: {slurm.show(job)}")
 
 
-def nodes_of_workers(run_dir: Path) -> dict[str, str]:
+def nodes_of_workers(run_dir: Path) -> dict[str, str | None]:
     """Gang and index of every `stageline worker` of a run -> the node that Slurm has it on."""
     found = {}
     for pid in processes_with(str(run_dir), "pipeline.cli", "SLURMD_NODENAME="):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        if "worker" in words and "--index" in words and "srun" not in words[0] and "bash" not in words[0]:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
-            node = re.search(r"SLURMD_NODENAME=(\w+)", environment)
-            found[f"{words[words.index('--gang') + 1]} {words[words.index('--index') + 1]}"] = node[1]
+        with suppress(psutil.Error):  # a process of a job that starts may be over before it is looked at
+            process = psutil.Process(pid)
+            words, node = process.cmdline(), process.environ().get("SLURMD_NODENAME")
+            if "worker" in words and "--index" in words and "srun" not in words[0] and "bash" not in words[0]:
+                found[f"{words[words.index('--gang') + 1]} {words[words.index('--index') + 1]}"] = node
     return found
 
 
@@ -118,8 +117,8 @@ def left(slurm: SlurmCluster, config: RunConfig) -> list[str]:
     """Processes of any job, by number, parent and command line, and the files of the run's published weights."""
     processes = []
     for pid in slurm.processes():
-        with suppress(OSError, psutil.NoSuchProcess):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            processes.append(f"process {pid}, of {psutil.Process(pid).ppid()}: {words}")
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            processes.append(f"process {pid}, of {process.ppid()}: {' '.join(process.cmdline())}")
     board = RunPaths(config.run_dir).board(config.cluster.weights_dir)  # another run's may have its name, not its hash
     return processes + [str(path) for path in (*board.parent.glob(f"{board.name}*"), *board.glob("*"))]

@@ -167,8 +167,8 @@ class TokenMismatch:
     policy: float | None
     """Log-prob computed by the trainer with the weights at the start of the step."""
     staleness: int
-    """Version of the weights that the step trains, minus the version that sampled the token. If it is 0, both log-probs
-    should be equal up to rounding."""
+    """Version of the weights at the start of the step, minus the version that sampled the token. If it is 0, the two
+    log-probs `sampler` and `policy` should be equal up to rounding."""
 
 
 def worst_mismatches(

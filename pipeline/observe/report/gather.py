@@ -126,8 +126,8 @@ class RunContents:
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
-    """The tokens with the largest mismatch. None for a variant, and if the run's config does not let the trainer
-    recompute log-probs. Empty if no recomputed log-probs were read."""
+    """The tokens with the largest mismatch. None for a variant, because it has no rows of its own. Also None if the
+    run's config does not let the trainer recompute log-probs. Empty if no recomputed log-probs were read."""
     incidents: RunIncidents
     remarks: Sequence[str]
 
@@ -142,11 +142,16 @@ class Gathered:
 
 
 def read_contents(source: Source, budget: SampleBudget, max_executions: int = MAX_EXECUTIONS) -> Gathered:
-    """Read the contents of the page from a run. If the rows of a step cannot be read, they are left out and a remark is
-    added.
+    """Read from a run everything that the report page shows about it. If the rows of a step cannot be read, they are
+    left out, and a remark about them is added to `RunContents.remarks`.
+
+    Args:
+        budget: limits on the rows that the page shows.
+        max_executions: maximum number of executions of nodes in the timeline.
 
     Raises:
-        StoreError: an evaluation or a commit record is damaged."""
+        StoreError: an evaluation or a commit record is damaged.
+    """
     if isinstance(source, VariantSource):
         return Gathered(_variant_contents(source), None)
     history, events = source.history, source.events

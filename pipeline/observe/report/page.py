@@ -34,8 +34,8 @@ _HTML_HEAD = """<!doctype html>
 _STYLES = ("base.css", "figures.css", "report.css")
 _SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _MIN_BUDGET_FRACTION = 0.02
-"""If the budget is reduced to less than this fraction, all limits in it are at their minimum. Then it is not reduced
-further."""
+"""Fraction of the full `SampleBudget`. `build_report` makes a file smaller by reducing the budget, and stops once the
+budget is below this fraction. All limits of the default budget are then at their minimum."""
 
 
 @dataclass(frozen=True)

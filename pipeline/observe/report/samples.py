@@ -184,8 +184,9 @@ def shorten(text: str, max_chars: int) -> str:
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_TOKENS = 4
-"""Maximum number of tokens that together form one character: a character has at most 4 bytes, and a token has at least
-one. If this many tokens decode to no complete character, they are not the beginning of a character."""
+"""Maximum number of tokens that together form one character. A character has at most 4 bytes in UTF-8, and a token has
+at least one byte. If 4 tokens still decode to an incomplete character, more tokens do not complete it. The text is then
+used as it is."""
 
 
 def token_texts(decode: Decode, tokens: Sequence[int]) -> list[str]:

@@ -69,10 +69,11 @@ class VariantSource:
     name: str
     directory: str
     settings: Mapping[str, Any]
-    """Key path -> setting of the variant's config."""
+    """Key path -> setting in the config of the variant: the parent run's config with some changes."""
     summary: VariantSummary
     sameness: Sameness
-    """The facts of the parent run, which hold for the variant too."""
+    """Facts that decide with which runs the numbers of this variant can be compared: models, rewards and sampling
+    settings. They are copied from the parent run."""
 
 
 Source = RunSource | VariantSource

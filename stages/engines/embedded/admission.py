@@ -4,9 +4,10 @@ callers' threads                                   engine thread
 ----------------                                   -------------
 opened, accept: queue rows                 ──────► wait, take_rows
 drained: wait until all rows are done      ◄────── finished
-hand_over: give weights, wait until taken  ──────► wait, weights, weights_taken     (in_flight)
-between_batches: wait until the thread     ◄────── wait
-         pauses; it resumes at the end
+hand_over: give weights while rows are     ──────► wait, weights, weights_taken
+           in flight, wait until taken
+between_batches: wait for a pause; the     ◄────── wait: pause until the block has ended
+                 caller's block then runs
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class Admission:
             raise self.why_stopped() from self.failure
 
     def why_stopped(self) -> RuntimeError:
-        """Return the error for waiting callers. The caller of this method raises the error with `failure` as its
-        cause."""
+        """Return the error that tells a waiting caller that the engine has stopped. Its message names the error that
+        stopped the engine, if there was one. Raise the result `from self.failure`."""
         reason = "" if self.failure is None else f": {type(self.failure).__name__}: {self.failure}"
         return RuntimeError(f"the engine has stopped{reason}")
 
@@ -131,9 +132,16 @@ class Admission:
     # ---- engine thread; the caller holds the lock ----
 
     def wait(self, under_way: bool, wants_report: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until there are rows, weights or a report to handle, or until `timeout_s` seconds have passed. Other
-        threads that want a pause go first. If a batch is `under_way`, do not wait. Return False if the engine has
-        stopped. `wants_report`: function that returns True if a report is wanted."""
+        """Wait until the engine's thread has something to do: rows, new weights or a report. Return False if the engine
+        has stopped, otherwise True.
+
+        While other threads want the engine to pause between batches, the wait goes on, even beyond `timeout_s`.
+
+        Args:
+            under_way: True if a batch is under way. Then this method returns at once.
+            wants_report: function that returns True if a report is due.
+            timeout_s: maximum number of seconds to wait. None: no limit.
+        """
 
         def is_due() -> bool:
             has_work = self.weights is not None or not self.idle or wants_report()

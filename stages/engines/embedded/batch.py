@@ -72,8 +72,12 @@ NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
 def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
     """Return a batch of these chunks, one after the other.
 
-    If a chunk samples, a token is drawn after its last own token and after each of its guesses. Each draw uses the
-    noise of its own position. `keep` decides later which draws are valid."""
+    A chunk has some tokens of a row, and possibly guesses of the tokens that follow. If it contains the row's last
+    token (`Chunk.samples`), a token is drawn after the last token and after each guess. A draw uses the noise of the
+    drawn token's position. The function `keep` decides later which draws are valid.
+
+    `wants_hidden`: True if the batch must also return the hidden states from which tokens are drawn.
+    """
     ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
     counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
     tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
@@ -106,8 +110,9 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
 
 
 def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> BatchTreePaths:
-    """Return the tree paths of a batch. The key of guess j of a chunk is written at place `chunk.stop + j` of the row,
-    even if the guess has another position."""
+    """Return the tree paths of a batch: the places in the cache of the keys that each token reads. Guesses with the
+    same position need different places. So the key of guess j of a chunk is written at place `chunk.stop + j` of the
+    row, whatever the guess's position is."""
     cells, starts = positions.copy(), positions + 1
     paths = np.zeros((len(positions), max(max(chunk.drafts.depths, default=0) for chunk in chunks) + 1), np.int64)
     offset = 0
@@ -123,13 +128,17 @@ def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> 
 
 
 def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]:
-    """Append the valid draws of each sampling chunk to its row. The first draw is valid, and so is each draw after a
-    right guess, up to the row's end.
+    """Append the valid draws of each sampling chunk to its row. The first draw of a chunk is valid. A draw after a
+    guess is valid if the guess and all guesses before it on its path are right. After the row's end no draw is valid.
 
-    Return the indices of the valid draws, for each sampling chunk. Index 0 is the draw after the chunk's own tokens,
-    and index 1 + j the draw after guess j. The keys of wrong guesses stay in the cache until they are overwritten. The
-    same holds for the keys of right guesses that are not in place (see `rows`). If the model's output for a row is not
-    finite, the row gets a `failure` and no more tokens."""
+    Return the indices of the valid draws for each sampling chunk. Index 0 is the draw after the chunk's own tokens, and
+    index 1 + j the draw after guess j.
+
+    If the model's output for a row is not finite, the row gets a `failure` and no more tokens.
+
+    Keys of wrong guesses stay in the cache until they are overwritten. So do keys of right guesses outside the main
+    chain, which are at the wrong place (see the module `rows`). Such a guess is fed again.
+    """
     pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
     kept, start = [], 0
     for chunk in chunks:

@@ -1,8 +1,8 @@
-"""Build an embedded engine from its config, with speculative decoding, several ranks and migration if the config or the
-caller asks for them.
+"""Build an embedded engine from its config.
 
-These three parts are optional. Apart from the parts themselves, only this module imports them, and it imports only the
-parts that are used.
+Three parts are optional: speculative decoding, several ranks, and migration of rows. They are built if the config or
+the caller asks for them. Inside the embedded engine, only this module and the optional modules themselves import these
+parts. This module imports only the parts that are used.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def build_embedded(
     Args:
         path: a Hugging Face directory or `random:tiny`. Its weights become `version`.
         max_seq: maximum length of a prompt and its response together, in tokens.
-        threads: number of torch threads in the engine's own thread. If the model has several ranks, each rank has this
-            number of threads.
+        threads: number of CPU threads that torch uses for the engine's computation. If the model has several ranks,
+            each rank uses this number.
         device: device of the engine, or of rank 0 if the model has several ranks. The default is the first GPU, or the
             CPU if there is no GPU.
         eos_token_ids: EOS tokens; empty: the model's EOS tokens.

@@ -163,8 +163,8 @@ class BlockPool:
                     self._free.append(block)
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget the content of the blocks in `blocks` that have no holder but the caller's row. Return these blocks.
-        The row still holds them."""
+        """Unregister the content of those blocks in `blocks` that only the caller's row holds, so that `match` no
+        longer finds them. Return these blocks. They still belong to the row."""
         own = [block for block in blocks if self._reference_counts[block] == 1]
         for block in own:
             if block in self._content:
@@ -172,8 +172,8 @@ class BlockPool:
         return own
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Return the known blocks that hold the beginning of `tokens`, and count one more holder of each. Only full
-        blocks can be known."""
+        """Return the blocks that already hold the beginning of `tokens`, and count one more holder of each. Only blocks
+        that `publish` has registered are found. `publish` registers full blocks only."""
         blocks: list[int] = []
         serial = _NO_PARENT
         for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

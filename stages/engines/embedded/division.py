@@ -30,15 +30,15 @@ class Share:
     heads: range
     kv_heads: range
     intermediate: range
-    """Hidden units of the MLP."""
+    """Indices of the hidden units of the MLP that this rank holds."""
     tokens: range
     """Rows of the output layer, one per token; unused outside the last stage."""
     first: bool
     last: bool
 
     def spec(self, whole: ModelSpec) -> ModelSpec:
-        """Return the sizes of this rank's part of the model `whole`. The part has untied embeddings, since a rank may
-        hold other rows of the embedding than of the output layer."""
+        """Return the sizes of this rank's part of the model `whole`. In the part, embedding and output layer are
+        separate tensors, even if the whole model ties them. A rank may hold different rows of the two."""
         return replace(
             whole,
             num_layers=len(self.layers),
@@ -101,9 +101,12 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 
 
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
-    """Return the range of blocks of each stage, chosen so that every stage has nearly the same number of weights to
-    multiply by. The output layer counts as a number of blocks: its weights divided by the weights of a block. Stage 0
-    also runs the scheduler. So no later stage has fewer blocks than stage 0, except perhaps the last one."""
+    """Return the range of blocks of each pipeline stage. Every stage gets nearly the same number of weights to multiply
+    by. For this purpose the output layer counts as a number of blocks: its weights divided by the weights of a block.
+
+    Stage 0 also runs the scheduler, so it gets at most as many blocks as a middle stage. The last stage may have fewer
+    blocks than stage 0, because it has the output layer too.
+    """
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

@@ -7,13 +7,14 @@
     finish   return complete rows to their callers
 
 The loop runs in the engine's own thread. Callers' threads queue rows, pack new weights and wait for results
-(`admission`). They change rows, cache and weights only while the engine's thread waits and no batch is under way. By
-default, new weights are swapped in when no row is in flight. With `in_flight` they are swapped in between two batches,
-and the rows in flight are fed again from their first token.
+(`admission`). They change rows, cache and weights only while the engine's thread waits and no batch is under way.
 
-By default, a call of `generate` waits while `load_weights` waits for the rows in flight and swaps the weights. A call
-raises RequestError if a row asks for another version than the resident one. With `in_flight` a call does not wait, and
-rows may also ask for an older version.
+There are two ways to load new weights:
+
+- By default, `load_weights` waits until no row is in flight, and then swaps the weights. New calls of `generate` wait
+  until the swap is done. A call raises RequestError if a row asks for another version than the resident one.
+- With `in_flight`, the weights are swapped between two batches. The rows in flight are then fed again from their first
+  token. Calls of `generate` do not wait, and rows may also ask for an older version.
 
 Three parts are optional: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans processes
 (`ranks`, through `runner.Runner`), and rows that migrate to another engine (`migration`, a subclass that uses the last
@@ -188,8 +189,8 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Decrease `num_local_rows` of the row's call by 1, and end the row's speculative decoding. The caller holds
-        the lock."""
+        """Note that a row has left this engine. The call of `generate` that the row belongs to counts one row less here
+        (`num_local_rows`), and the drafters forget the row. The caller holds the lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
@@ -398,9 +399,12 @@ class EmbeddedEngine:
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the blocks that only this failed row holds. Another row may get such a block later. Attention
-    then multiplies the positions that the other row has not written yet by 0, so their contents must be finite. No
-    batch under way reads or writes these blocks."""
+    """Write zeros into the cache blocks that only this failed row holds. The blocks may hold numbers that are not
+    finite.
+
+    Another row may get such a block later. Attention gives weight 0 to positions that the row has not written yet, but
+    0 times NaN is NaN. So the numbers there must be finite. No batch under way reads or writes these blocks.
+    """
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))

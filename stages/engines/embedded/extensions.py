@@ -30,11 +30,12 @@ class DraftCounts:
     lengths: Counter[int] = field(default_factory=Counter)
     """Number of guesses that a row had in a batch -> how often this number occurred."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Depth in the tree of guesses, 0 for a guess of the next token -> number of right guesses at this depth."""
+    """Number of right guesses at each depth in the tree of guesses. A guess of the row's next token has depth 0."""
 
 
 class Drafts(Protocol):
-    """Speculative decoding. Only the engine thread uses it, but any thread may call `refit`."""
+    """Speculative decoding: proposes guesses of the next tokens, and learns from the tokens that were kept. All methods
+    must be called by the engine's thread, except `refit`, which any thread may call."""
 
     wants_hidden: bool
     """True if `observe` needs the hidden states from which tokens are drawn."""
@@ -75,6 +76,6 @@ class Drafts(Protocol):
         ...
 
     def train(self) -> float | None:
-        """Train for some tens of milliseconds while the engine is idle. Return the seconds until the next call, or None
-        if there is nothing to learn."""
+        """Train the drafters for some tens of milliseconds while the engine is idle. Return the seconds until the next
+        call, or None if there is nothing to learn."""
         ...

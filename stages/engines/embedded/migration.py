@@ -95,7 +95,8 @@ class CopiedPart:
     start: int
     """First position of the part. `start` and `stop` are multiples of `BLOCK_TOKENS`."""
     cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
-    """Keys and values of the positions `start` to `stop` - 1. None if no further block is full."""
+    """Keys and values of the row's positions `start` to `stop` - 1. None if the row has no full block of the cache from
+    position `start` on."""
     held_s: float
     """Seconds for which the copy kept the engine from computing."""
 
@@ -178,14 +179,22 @@ class MigratingEngine(EmbeddedEngine):
     def migrate_out(
         self, rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart] = MappingProxyType({})
     ) -> list[MigratedRow]:
-        """Remove rows from this engine. Return each with everything that another engine needs to continue it.
+        """Remove rows from this engine. Return each with everything that another engine needs to continue it. The
+        removed rows no longer count as in flight in this engine. The method `give_back` brings them back if the other
+        engine cannot finish them.
 
-        A row is skipped if it is not here, if fewer than `min_left` tokens are left to sample, if no caller waits
-        for it, or if the weights have changed since a part was copied. Removed rows do not count as in flight here
-        any more, unless they are given back. Raises RuntimeError if the engine has stopped.
+        A row is skipped in four cases:
 
-        `copied`: key of a row -> the last part of the row that `copy_out` has returned. The other engine already has
-        all positions up to the end of this part."""
+        - It is not in this engine.
+        - Fewer than `min_left` tokens are left to sample.
+        - No caller waits for it.
+        - The weights have changed since its keys and values were copied.
+
+        Raises RuntimeError if the engine has stopped.
+
+        `copied`: key of a row -> the last copy that `copy_out` has returned for the row. The other engine already has
+        all positions up to the end of this copy.
+        """
         migrated = []
         asked_for = {one.key: one for one in rows}
         with self.between_batches():
@@ -206,12 +215,13 @@ class MigratingEngine(EmbeddedEngine):
         return migrated
 
     def write_in(self, part: CopiedPart) -> float:
-        """Store a part of a row. The row itself may arrive later. Return the seconds for which this kept the engine
-        from computing.
+        """Store copied keys and values of a row that still decodes in another engine. The method `migrate_in` may later
+        continue the row here. Return the seconds for which this kept the engine from computing.
 
         Raises:
-            RequestError: the part belongs to other weights or another model, does not begin where the stored parts end,
-                or does not fit into the free memory. All stored parts of this row are dropped.
+            RequestError: the copy was made with other weights or by another model, does not begin where the stored
+                positions of the row end, or does not fit into the free memory. Then everything that is stored for this
+                row is dropped.
             RuntimeError: the engine is asleep or has stopped.
         """
         with self.between_batches():
@@ -252,11 +262,12 @@ class MigratingEngine(EmbeddedEngine):
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
         """Continue rows of another engine, and return an iterable over their completions. A row is queued if `max_rows`
-        rows are running already, or if none of its keys and values are here.
+        rows are running already, or if none of its keys and values are here. All tokens of a queued row are fed again.
 
         Raises:
-            RequestError: a row cannot be served, needs another version of the weights, brings keys of another model, or
-                parts that were sent before it are not here. Then none of the rows is accepted.
+            RequestError: this engine cannot continue one of the rows. For example, the row needs another version of the
+                weights, has keys and values of another model, or was preceded by keys and values that `write_in` has
+                not stored. Then no row is accepted.
             RuntimeError: the engine is asleep or has stopped.
         """
         for one in migrated:
@@ -290,24 +301,31 @@ class MigratingEngine(EmbeddedEngine):
         return 0 if stored is None else stored.num_positions
 
     def sleep(self) -> None:
-        """See `EmbeddedEngine.sleep`. Also raises RuntimeError while parts of arriving rows are stored."""
+        """See `EmbeddedEngine.sleep`. Also raises RuntimeError while the engine holds keys and values of rows that have
+        not fully arrived (see `write_in`)."""
         with self.lock:
             if self._stored:
                 raise RuntimeError(f"{len(self._stored)} rows are arriving; let them finish first")
             super().sleep()
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """Pass a completion to the caller of a row that left this engine. Does nothing if no row with this ticket is in
-        another engine."""
+        """Pass the result of a migrated row, which another engine has finished, to the row's caller. `ticket`: the
+        number that `migrate_out` gave to the row. If no migrated row has this ticket, nothing is done."""
         with self.lock:
             left = self._outgoing.pop(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Take back rows that left this engine, and continue them here. Rows that no caller waits for are dropped. If
-        the engine's weights have changed since a row left, the row's caller gets RowsLost instead. If the engine has
-        stopped, the caller gets RuntimeError."""
+        """Take back migrated rows that another engine cannot finish, and continue them here. `tickets`: the numbers
+        that `migrate_out` gave to the rows.
+
+        A row is not continued in these cases:
+
+        - No caller waits for the row: it is dropped.
+        - This engine has stopped: the caller gets RuntimeError.
+        - The weights of this engine have changed since the row left: the caller gets RowsLost.
+        """
         with self.lock:
             for left in map(self._outgoing.pop, self._outgoing.tickets_awaited(tickets)):
                 assert left is not None
@@ -321,8 +339,8 @@ class MigratingEngine(EmbeddedEngine):
                     row.call.results.put((row, self._lost_error(row)))
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets in `tickets` whose rows are in other engines and whose callers still wait. Rows with one
-        of the tickets that no caller waits for are dropped."""
+        """Return the tickets in `tickets` whose migrated rows still have a waiting caller. Drop the migrated rows that
+        have a ticket in `tickets` and no waiting caller."""
         with self.lock:
             return self._outgoing.tickets_awaited(tickets)
 
@@ -351,7 +369,8 @@ class MigratingEngine(EmbeddedEngine):
             self._watch.notify(engine_load(rows, self.version, self.max_rows, self.cache_shape, self._times))
 
     def _stopped(self) -> None:
-        """Wake the callers of the rows that have left. These rows will not be delivered any more."""
+        """Wake the callers whose rows are in other engines, because this engine has stopped. These callers get
+        RuntimeError. Results from other engines can no longer be passed to them."""
         for row in self._outgoing.rows:
             row.call.results.put(None)
 
@@ -379,7 +398,7 @@ class OutgoingRows:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that have unfinished rows in other engines and none here."""
+        """Number of calls whose unfinished rows are all in other engines."""
         return len({row.call for row in self.rows if row.call.num_local_rows == 0})
 
     def add(self, row: Row, version: int) -> int:
@@ -394,8 +413,8 @@ class OutgoingRows:
         return self._rows.pop(ticket, None)
 
     def tickets_awaited(self, tickets: Collection[int]) -> set[int]:
-        """Return the tickets in `tickets` whose rows are stored and still wanted. A stored row that has one of the
-        tickets and is no longer wanted is dropped."""
+        """Return the tickets in `tickets` whose stored rows still have a waiting caller. Drop the stored rows that have
+        a ticket in `tickets` and no waiting caller."""
         for ticket in tickets:
             if ticket in self._rows and self._rows[ticket][0].unwanted:
                 del self._rows[ticket]
@@ -447,8 +466,15 @@ class BatchTimes:
         self._passes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT_PASSES))
 
     def observe(self, chunks: Collection[Chunk], seconds: float, num_groups: int = 1) -> None:
-        """Record a batch, which took `seconds`. `num_groups`: number of batches that are under way at the same time.
-        One pass over the rows of all these batches takes `num_groups * seconds`."""
+        """Record the time of a batch that has ended.
+
+        Args:
+            chunks: the tokens that the batch fed, one chunk for each row.
+            seconds: time since the batch began, or since the end of the previous batch if that is later.
+            num_groups: number of batches that the pipeline stages compute at the same time, with this one. These
+                batches have different rows, and one of them ends every `seconds`. So a decoding pass over all these
+                rows takes `num_groups * seconds`.
+        """
         fed = sum(chunk.count for chunk in chunks if not chunk.decodes)
         if not fed:
             self._pass_s = seconds
@@ -466,8 +492,9 @@ class BatchTimes:
 
 
 class LoadWatch:
-    """Owns the listener to the engine's load. Also remembers the last report: its number of rows, and whether it had
-    the cost of a pass."""
+    """Owns the function that gets the reports of this engine's load (`EngineLoad`), and decides when a report is due.
+    For this it remembers the last report's number of rows, and whether that report included a cost of a decoding pass.
+    """
 
     def __init__(self, listener: Callable[[EngineLoad], None]) -> None:
         self._listener = listener
@@ -488,8 +515,9 @@ class LoadWatch:
 
 
 def may_migrate(row: Row) -> bool:
-    """Return True if another engine may continue the row. The row must be wanted, and its tokens must be drawn. A row
-    with prescribed tokens stays, since this engine must score it."""
+    """Return True if another engine may continue the row. This needs a caller that still waits for the row, and a
+    request without prescribed tokens. A row with prescribed tokens stays, because the caller wants the log-probs of
+    this engine."""
     return not row.unwanted and not row.request.forced
 
 
@@ -514,7 +542,14 @@ def engine_load(
 
 
 def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None, num_copied: int) -> MigratedRow:
-    """Return a row as a `MigratedRow`."""
+    """Return what another engine needs to continue a row.
+
+    Args:
+        ticket: number that this engine gave to the row.
+        version: version of the weights that the row continues with.
+        cache: keys and values of the positions from `num_copied` on; None: none are sent with the row.
+        num_copied: number of positions, from the first on, whose keys and values the other engine has already.
+    """
     return MigratedRow(
         ticket=ticket,
         request=row.request,

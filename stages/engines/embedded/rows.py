@@ -5,9 +5,12 @@
                  └─ movie                   depths     0    1  2   1     0
 
 All guesses of a row are fed in one batch. Each guess attends to the row and to its ancestors in the tree. Of several
-guesses with the same parent at most one is right. The key of guess j is written j + 1 places after the row's last key.
-So the keys of the main chain (film is a) are in place: if these guesses are right, their keys are where the keys of the
-row's next tokens belong. A right guess outside the main chain is fed again in the next batch.
+guesses with the same parent at most one is right.
+
+The list of guesses begins with the main chain, in which each guess is the child of the one before it. Here these are
+film, is, a. The key of guess j is written j + 1 positions after the key of the row's last token. A right guess of the
+main chain becomes the token at exactly this position. So its key can stay. A right guess outside the main chain (was,
+movie) has its key at a wrong position. It is fed again in the next batch.
 """
 
 from __future__ import annotations
@@ -116,8 +119,9 @@ class Row:
     """Number of positions whose keys are in the blocks or are written by the batch under way. Between two batches the
     last token is not counted, since it is fed only to sample the next one."""
     num_to_refeed: int = 0
-    """Number of tokens just before the row's last token that were fed as guesses, but whose keys are not in place. They
-    are fed again in the next batch."""
+    """Number of tokens just before the row's last token that are fed again in the next batch. They were right guesses
+    outside the main chain of the tree. So their keys are at wrong positions of the cache (see the top of this module).
+    """
     failure: FloatingPointError | None = None
     """The error that ends this row, if any."""
     dropped: bool = False

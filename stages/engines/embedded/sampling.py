@@ -60,8 +60,8 @@ def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) 
 def gumbel_of(
     keys: UInt64[np.ndarray, " keys"], token_words: Int32[torch.Tensor, "1 tokens"]
 ) -> Float32[torch.Tensor, "keys tokens"]:
-    """Return the noise of `gumbel` for some tokens only. `token_words`: the columns of these tokens in the result of
-    the function `token_words`."""
+    """Return the noise of `gumbel` for some tokens only. `token_words`: one word for each of these tokens, as returned
+    by the function of the same name."""
     device, num_tokens = token_words.device, token_words.shape[1]
     words = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(device)
     out = torch.empty(len(keys), num_tokens, dtype=torch.float32, device=device)
@@ -203,9 +203,10 @@ def sample_part(
 def join_parts(
     parts: Float64[torch.Tensor, "parts rows 5"],
 ) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
-    """Return the token drawn from the whole vocabulary and its log-prob, for each row. `parts`: results of
-    `sample_part` for all parts. The token is the one of the parts' best tokens that has the largest logit plus noise.
-    The log-prob's normaliser is the sum over all parts."""
+    """Choose a token of the whole vocabulary for each row. Return the tokens and their log-probs. `parts`: results of
+    `sample_part` for all parts of the vocabulary. Each part proposes its best token, and the proposal with the largest
+    logit plus noise wins. The log-prob is normalised over the whole vocabulary.
+    """
     tokens, noisy, logits, largest, sums = parts.unbind(-1)
     best = noisy.argmax(0)[None]
     top = largest.amax(0)

@@ -43,8 +43,9 @@ class Chunk:
     """True if the chunk contains the row's last token, so that the next token can be sampled."""
     drafts: DraftTree = NO_GUESSES
     decodes: bool = True
-    """True if the chunk, apart from its guesses, has only the row's last token and the `Row.num_to_refeed` tokens
-    before it."""
+    """True if the chunk, apart from its guesses, has only the row's last token and tokens before it that are fed again.
+    Tokens are fed again if they were accepted guesses whose keys are at wrong positions of the cache
+    (`Row.num_to_refeed`)."""
 
     @property
     def stop(self) -> int:
@@ -117,7 +118,9 @@ class Scheduler:
 
     @property
     def _max_batch_rows(self) -> int:
-        """Maximum number of rows in a batch: an equal share of the rows that are running or may be admitted."""
+        """Maximum number of rows in a batch: the rows that can run, divided by the maximum number of batches under way
+        (`depth`), and rounded up. The rows that can run are the running and the waiting rows, but at most `max_rows`.
+        """
         return -(-min(self.max_rows, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
@@ -178,9 +181,17 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """Return a row's chunk, or None if the row is not in this batch. A row is left out if no budget is left for it,
-        if it was preempted, or if it waits for blocks. `budget`: number of tokens of prompts and preempted rows that
-        the batch can still take. `drafts`: guesses for the row."""
+        """Return the row's chunk of the next batch, or None if the row is not in this batch.
+
+        A row is left out in these cases:
+
+        - The row does not decode yet, and the budget is used up.
+        - Blocks are short, and this row is the youngest: it is preempted now.
+        - Blocks are short, and all younger rows are in batches under way: the row waits.
+
+        `budget`: number of tokens that the batch can still take from rows that do not decode yet: new rows, and rows
+        that were preempted earlier. `drafts`: guesses for the row. If blocks are short, the last guesses are left out.
+        """
         if not row.blocks:
             # the prompt's last token is not matched: it must be fed, so that the next token can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
@@ -201,9 +212,12 @@ class Scheduler:
         return chunk
 
     def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:
-        """Give a row blocks for `num_tokens` positions. While no block is free, preempt the youngest row that is not
-        under way. Return False if the row itself was preempted. Return False also if all younger rows are under way:
-        then the row must wait."""
+        """Give a row blocks for `num_tokens` positions, and return True. While no block is free, preempt the youngest
+        row that is not under way. Return False in two cases:
+
+        - The row itself is the youngest of all rows, so it was preempted.
+        - All younger rows are under way, so the row must wait.
+        """
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())

@@ -28,8 +28,8 @@ from stages.native.compile import cache_folder
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
-"""Default of `start_s` in `build_engine`: maximum seconds that an engine may take to start. A run gives its engines
-less time than the start of a worker may take."""
+"""Default of `start_s` in `build_engine`: maximum seconds that an engine may take to start. A run does not use this
+default. It passes a limit below the start timeout of the worker, so that the error of the engine is seen first."""
 _MESSAGE_TIMEOUT_S = 60.0
 """Maximum number of seconds without a message from an engine's process, which sends one every second. After that time
 the process counts as lost."""
@@ -71,8 +71,10 @@ def build_tensorrt_llm(
 def _stated(
     stated: Callable[[EngineConfig, Device], Capabilities], *, sleeps: bool
 ) -> Callable[[EngineConfig, Device], Capabilities]:
-    """Return `stated`, a function that returns an engine's capabilities. If the engine is built without sleep (not
-    `sleeps`), return a function with the same results except that `Capabilities.sleeps` is "nothing"."""
+    """Return a function that states the capabilities of an engine, given its config and device. `stated`: such a
+    function for an engine that can sleep. `sleeps`: False if the engine is built without the ability to sleep. Then the
+    field `Capabilities.sleeps` is "nothing" in every result.
+    """
     return stated if sleeps else lambda config, device: dataclasses.replace(stated(config, device), sleeps="nothing")
 
 

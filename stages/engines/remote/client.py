@@ -345,8 +345,9 @@ class RemoteEngine:
         return received
 
     def _send(self, message: bytes) -> None:
-        """Send a message. The caller holds `_changed`. If the server is lost, wait until the reason is known, and raise
-        EngineLost. `_changed` is released while waiting."""
+        """Send a message to the server. The caller holds the lock of the condition `_changed`. If the server is lost,
+        wait until the reason is known, and then raise EngineLost with this reason. The lock is released during this
+        wait."""
         try:
             self._server.channel.send_frame(message)
         except OSError as error:

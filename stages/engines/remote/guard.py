@@ -39,9 +39,9 @@ def end_group(group: int) -> None:
 
 
 def _shared_memory(group: int) -> Iterator[Path]:
-    """Yield the files of shared memory that processes of the group have mapped, if their names begin with one of
-    `_OWN_NAMES`. A mapped file is recognised by its inode and not by its name, since a semaphore is mapped before it
-    gets its name."""
+    """Yield the shared-memory files of the process group: the files that one of its processes has mapped, and whose
+    names begin with one of `_OWN_NAMES`. Mappings are matched to files by inode, since a semaphore is mapped before it
+    gets its final name."""
     mapped = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

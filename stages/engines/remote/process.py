@@ -36,7 +36,8 @@ class Environment:
     versions: tuple[str, ...]
     """Beginnings of the version numbers that the adapter was written for, such as "0.32"."""
     beside: tuple[str, ...] = ()
-    """Further modules that the adapter needs. The distributions do not install them."""
+    """Names of further modules that the adapter needs. They must be installed separately, since the engine's packages
+    (`packages`) do not install them."""
 
 
 ENVIRONMENTS: dict[str, Environment] = {
@@ -159,8 +160,9 @@ class ServerProcess:
             return ""
 
     def describe_end(self) -> str:
-        """Return the rest of a sentence that begins "The server ended". The server has closed the connection. The text
-        gives the exit status, or says that the server still runs."""
+        """Return the end of a message that begins "The server ended". Call this method after the server has closed the
+        connection. Usually the result has the exit status, such as "with status 1". If the process still runs after 10
+        seconds, the result is "its connection but still runs"."""
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:

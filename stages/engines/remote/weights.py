@@ -40,12 +40,17 @@ class ModelFiles:
 
     @contextmanager
     def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
-        """Yield the places of all tensors of the model. The places are valid until the block ends. A tensor in
-        `tensors` replaces the tensor of the same name in the model's files.
+        """Yield the places of all tensors of the model. A tensor in `tensors` replaces the tensor of the same name in
+        the model's files. The places are valid until the block ends.
 
-        Raises WeightsError, naming the tensor, if the model has no such tensor, its shape differs, or a number is not
-        finite. Also raises WeightsError if `tensors` lacks a tensor that the last call replaced: its present values may
-        be in no file any more."""
+        Raises WeightsError, naming the tensor, in these cases:
+
+        - The model has no tensor of this name, or its shape differs.
+        - A number in `tensors` is not finite. This is not checked if the caller has checked it
+          (`MappedTensors.finite`).
+        - The previous call replaced a tensor that `tensors` lacks. The values in the model's files are then out of
+          date, and perhaps no file has the present values.
+        """
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):
             check_finite(tensors)

@@ -138,11 +138,13 @@ def rotate(x_NKD: Tensor, angles: RotaryAngles) -> Tensor:
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _FLOATS = tuple(KINDS)
 _NORM_PARTS = 16
-"""The constant PARTS of blocks.c."""
+"""Number of partial sums that the C code adds up for the gradient of a norm's weight. It must be equal to the constant
+PARTS in blocks.c, since it sizes the memory for these sums."""
 
 
 class _Heads(ctypes.Structure):
-    """The structure `heads` of blocks.c."""
+    """The places of the query, key or value heads in the output of `linear_qkv`. The fields are the fields of the
+    structure `heads` in blocks.c, where a comment explains them."""
 
     _fields_ = (
         *((name, _L) for name in ("row", "first", "stride")),

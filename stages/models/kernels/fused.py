@@ -1,11 +1,11 @@
 """Choose among the fused kernels that Megatron offers. All are for GPUs. This code was never run on a GPU.
 
-SwiGLU            yes: one kernel instead of three, and the backward pass keeps its input only. torch.compile makes
-                  it with Triton, at the first call
-weight gradients  yes, if Apex's extension is installed: the product adds to `main_grad`. This saves a tensor
-                  as large as the weight, and a pass over this tensor and `main_grad`
-rotary embedding, softmax, cross entropy, norms, bias and dropout
-                  no: they replace parts of Megatron's attention, output layer and blocks that this project replaces
+SwiGLU              used: one kernel instead of three, and the backward pass keeps its input only.
+                    torch.compile makes it with Triton, at the first call
+weight gradients    used if Apex's extension is installed: the matrix product adds its result to
+                    `main_grad`. This saves a tensor as large as the weight, and a pass over this tensor and `main_grad`
+all others          not used: rotary embedding, softmax, cross entropy, norms, bias and dropout.
+                    They belong to modules of Megatron for which this project has its own code
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def with_fusions(kernels: BlockKernels, model: ModelConfig, device: torch.device
 
 
 def adds_gradients(device: torch.device) -> bool:
-    """Return True if the device is a GPU and Apex's extension is installed, whose product adds a weight's gradient to
-    `main_grad`. Both this product and torch's own give the same bits every time."""
+    """Return True if the matrix product for a weight's gradient can add its result to `main_grad` directly. This needs
+    a GPU and Apex's extension. Repeated calls with the same inputs give the same bits, with the extension or without
+    it."""
     return device.type == "cuda" and bool(layers._grad_accum_fusion_available)

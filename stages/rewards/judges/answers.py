@@ -36,7 +36,8 @@ RETRY_S = 60.0
 """Seconds for which a transient error of the filesystem is retried."""
 _HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 _MAX_LINE_BYTES = 64 << 20
-"""Maximum number of bytes of a line. The answer in it has at most 16 MiB."""
+"""Maximum number of bytes of a line in a file of answers. A longer line counts as damaged. No valid line is that long,
+because a judge's response has at most 16 MiB."""
 _BATCH = 10_000
 """Number of lines that are inserted into the index at once."""
 

@@ -30,7 +30,8 @@ class JudgeUsage:
     """Requests that were sent, answered or not."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Prompt and completion tokens of the answered requests, as counted by the server."""
+    """`prompt_tokens` and `completion_tokens` count the tokens of the answered requests. The numbers come from the
+    server."""
 
     def __add__(self, other: JudgeUsage) -> JudgeUsage:
         return JudgeUsage(
@@ -72,7 +73,8 @@ class Budget:
 
 
 class UsageFile:
-    """The file with this process's requests and tokens of a judge, and the check of the budget. Thread-safe."""
+    """Counter of a judge's requests and tokens, with one file per process. Enforces the judge's budget over all
+    processes. Thread-safe."""
 
     def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
         """`judge`: a name of the judge, the same in every process. `directory`: folder of the files of all processes.

@@ -4,9 +4,10 @@
                         ▲        │ 429, 5xx, no connection, too slow, no JSON
                         └─ wait ─┘ as long as Retry-After says (for all questions), or longer each time
 
-`ask_endpoint` fails, and no row is scored, in three cases. Answers that arrived before are kept.
+The function `ask_endpoint` fails in three cases, and no row is scored. Answers that arrived before are kept.
 
-- A request fails, and its next try would be `retry_s` or more after the judge's last answer.
+- A request fails, and the judge has given no answer to any question for `retry_s` seconds. The wait before the next try
+  counts towards this time.
 - The judge refuses a request, or its answer lacks data that the settings need (log-probs, token counts).
 - The judge's budget is used up. Requests under way still end, since they are paid for.
 
@@ -55,7 +56,8 @@ class Endpoint:
     timeout_s: float
     """Longest time of one request, in seconds."""
     retry_s: float
-    """Longest time without an answer from the judge, in seconds. If no answer comes in this time, the call fails."""
+    """Longest time without an answer from the judge to any question of a call, in seconds. During this time, failed
+    requests are tried again. If the next try would come later, the call fails."""
 
 
 @dataclass(frozen=True)

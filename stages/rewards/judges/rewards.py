@@ -1,8 +1,10 @@
 """The rewards of kind `judge` and `local_judge`. Both kinds use the same rubric and the same scores. `judge` asks a
 model behind an endpoint, `local_judge` asks a model in this process.
 
-    rows ──► questions ──┬─ judge ──► cache ─ if not there ──► endpoint ──► first token's likeliest, or text ─┐
-                         └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
+    rows ──► questions ──┬─ judge ──► cache ─ if not there ──► endpoint ──► likeliest tokens or text ─┐
+                         └─ local_judge ──► chat template ──► model ──► likeliest tokens ─────────────┴─► scores
+
+The likeliest tokens are the candidates for the first token of the answer, with their log-probs.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class Rubric:
         return Question((*system, {"role": "user", "content": note + text}), sample.row, values["prompt"])
 
     def reference_answer(self, sample: Sample) -> str:
-        """Return the field `against` of the prompt: the text to compare a response with. Raises RewardFailed if the
-        prompt lacks this field."""
+        """Return the text to compare a response with. It is the field of the prompt that is named by `self.against`.
+        Raises RewardFailed if the prompt lacks this field."""
         assert self.against is not None
         return _value(self.against, {}, sample)
 
@@ -241,8 +241,9 @@ Ask = Callable[[Sequence[Question]], Sequence[Answer]]
 
 @dataclass(frozen=True)
 class BothOrders:
-    """Preference for a pair's first response, from 0 (the second is better) to 1 (the first is better), as judged in
-    both orders. None: no valid answer."""
+    """Preference between the two responses of a pair, once with each response shown first. Each field is a number from
+    0 (the second response is better) to 1 (the first response is better). A field is None if the judge gave no valid
+    answer."""
 
     first_shown_first: float | None
     first_shown_last: float | None

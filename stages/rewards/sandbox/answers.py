@@ -55,7 +55,8 @@ class UnconfinedAnswers(Exception):
 
 
 class AnswerScorer:
-    """A function that scores answers. It owns the sandbox in which they are scored. Threads take turns."""
+    """Scores answers in a sandbox, which it owns. Call the object to score a batch. Thread-safe: one answer is scored
+    at a time."""
 
     def __init__(self, make: str, args: Mapping[str, Any], timeout_s: float, *, trust: bool = True) -> None:
         """Start the process. `make`: `module:name` of a function that is called with `args` in the sandbox and returns
@@ -101,8 +102,9 @@ class AnswerScorer:
         self._sandbox.close()
 
     def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the sandbox's reply to the fields of one answer. An answer that ends the whole sandbox counts as
-        stopped, and the next call restarts the sandbox. Raises RewardFailed if the sandbox does not start."""
+        """Return the sandbox's reply to the fields of one answer. If the answer ends the whole sandbox, the reply says
+        that the answer was stopped, and the next call restarts the sandbox. Raises RewardFailed if the sandbox does not
+        start."""
         try:
             if self._lost:
                 self._sandbox.restart()
@@ -130,8 +132,8 @@ class AnswerScoring(Protocol):
 
     def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
         """Return a function that scores the answer from 0 to 1. If `prepare` raises an error, the call of the
-        `AnswerScorer` fails with RewardFailed. If the returned function raises an error, the answer counts as
-        stopped."""
+        `AnswerScorer` fails with RewardFailed. If the returned function raises an error, the answer gets score 0 and
+        counts as stopped."""
         ...
 
 

@@ -1,16 +1,21 @@
-"""The program in a sandbox: `python -m THIS_MODULE SOCKET PARENT` (a file descriptor, a process id).
+"""The program that runs in a sandbox: `python -m THIS_MODULE SOCKET PARENT`. SOCKET is a file descriptor, PARENT is the
+process id of the worker. Each process is a child of the one above:
 
-    with namespaces                                    without
-      keeper   ends with the worker's thread             keeper   adopts every orphan among its descendants
-        first    process 1: if it ends, all others end     code
-          code                                               whatever it starts
-            whatever it starts
+    if the host allows namespaces                      otherwise
+      keeper   started by the worker                     keeper   started by the worker; adopts every orphan below it
+        first    process 1 of the namespace                code     runs the reward, confined
+          code     runs the reward, confined                 processes that the code starts
+            processes that the code starts
 
 The worker sees only the keeper, which ends with the exit status of the code. When the worker terminates the keeper or
-ends in any way, all processes below the keeper are killed, even in other sessions and process groups.
+ends in any way, all processes below the keeper are killed, even in other sessions and process groups. In a namespace,
+the end of process 1 ends all other processes.
 
-    first message   the order (`process.Sandbox`)   confine this process, answer with the protections in force
-    afterwards      the function `serve` of the order uses the channel
+Worker and program talk over the socket:
+
+- The worker sends settings (`process.Sandbox`): what to confine, and which function to call.
+- The program confines itself, and answers with the protections that are in force.
+- The function is called, and uses the socket from then on.
 
 No other part of Stageline is loaded until the process is confined.
 """
@@ -73,8 +78,12 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Make this process the keeper, and return only in a confined child. The result is a dictionary: target
-    (`process.PROTECTIONS`) -> the mechanism that protects it, or None if it is not protected."""
+    """Fork a child and confine it. The function returns only in this child. The calling process becomes the keeper (see
+    the top of this file): it waits for the child, and ends with it.
+
+    The result is a dictionary: target (`process.PROTECTIONS`) -> the mechanism that protects it, or None if it is not
+    protected.
+    """
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)
@@ -146,9 +155,12 @@ def _namespaces_work(network: bool) -> bool:
 
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
-    """Fork, and return in the child only. The parent stays as the child's keeper. It ends after the child, with the
-    child's exit status. `scratch`: scratch folder of a sandbox without namespaces. After the child's end, the keeper
-    kills all descendants and deletes this folder. None with namespaces."""
+    """Fork, and return in the child only. The parent becomes the keeper of the child. It waits until the child ends,
+    and then ends with the child's exit status.
+
+    `scratch`: scratch folder, which the keeper must delete. It is given only for a sandbox without namespaces. The
+    keeper then also kills all descendants that are left.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:

@@ -2,7 +2,7 @@
 
 System calls are made through ctypes, with the standard library only. The functions that confine apply to the calling
 process and its later children, and cannot be undone. They raise OSError if the kernel refuses. The numbers come from
-linux/landlock.h, linux/seccomp.h and the tables of system calls of the two known machines.
+linux/landlock.h and linux/seccomp.h, and from the Linux tables of system calls for x86_64 and aarch64.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _NOT_FOR_ANSWERS = (
     "setpriority", "setxattr", "setxattrat", "shmat", "shmctl", "shmget", "socket", "socketpair", "truncate", "utime",
     "utimensat", "utimes",
 )  # fmt: skip
-"""System calls that are also refused to code that evaluates sampled text. Some of them reach other processes. The
-others change a file's metadata, which Landlock does not protect."""
+"""System calls that are refused to code that evaluates sampled text, in addition to `_NEVER`. Some of them reach other
+processes. The others change a file's metadata, which Landlock does not protect."""
 _SIGNALS_BY_FILES = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902)}
 """System call -> its commands that choose a file's signal, or the process that gets the signal: F_SETOWN, F_SETSIG,
 F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
@@ -152,10 +152,13 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def enter_namespaces(*, network: bool) -> None:
-    """Give this process its own namespaces of users, mounts and System V objects. Give it its own network too, unless
-    `network` is true. Its children get their own process ids. The first child is process 1: when it ends, all other
-    processes of its namespace end. The user id stays the same, without rights outside the namespaces. The process must
-    have a single thread."""
+    """Give this process its own namespaces of users, mounts and System V objects. If `network` is False, also give it a
+    network namespace of its own, without access to the host's network. The user id stays the same, without rights
+    outside the namespaces. The process must have a single thread.
+
+    Later children of this process get their own process ids. The first child is process 1: when it ends, all other
+    processes of its namespace end.
+    """
     user, group = os.getuid(), os.getgid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     _checked(_libc.unshare(flags))
@@ -196,11 +199,14 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(*, network: bool, answers: bool) -> None:
-    """Refuse system calls with EPERM (`clone3` with ENOSYS). Calls that bypass other limits are always refused. Sockets
-    other than Unix ones are refused unless `network`. With `answers` (for sampled text), these are refused too: the
-    calls in `_NOT_FOR_ANSWERS` (all sockets among them), new processes, signals to other processes, and changes of the
-    limits and processors of other processes. Without `answers`, new processes may not have user namespaces of their
-    own."""
+    """Install a filter that refuses system calls with EPERM (`clone3` with ENOSYS).
+
+    - Always refused: calls that bypass other limits (`_NEVER`).
+    - Refused if `answers` is True, for code that evaluates sampled text: the calls in `_NOT_FOR_ANSWERS`, which include
+      all sockets; new processes; signals to other processes; changes of the limits and processors of other processes.
+    - Refused if `answers` is False: new processes with user namespaces of their own.
+    - Refused if `answers` and `network` are both False: all sockets except Unix sockets.
+    """
     machine, column, _ = _MACHINES[platform.machine()]
     numbers = {call: columns[column] for call, columns in _CALLS.items()}
     refuse = _Filter(machine)

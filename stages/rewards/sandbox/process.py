@@ -1,9 +1,13 @@
-"""The worker's side of a confined process, for users' own rewards and for scorers that may evaluate text.
+"""The worker's side of a sandbox, for users' own rewards and for scorers that may evaluate text. A sandbox is a
+confined process that answers messages. Its other side is inside.py.
 
-worker                                              sandbox (inside.py)
-  order ──what to confine, what to serve────────────► keeper, code ──► protections in force
-  ask ────a message─────────────────────────────────► serve ──► its answer
-  time limit, close, or any end of the worker ──────► all processes in the sandbox are killed
+worker                                                    sandbox
+  settings ─────────────────────────────────────────────► confine, and load the function that answers
+           ◄───────────────────── protections in force ──
+  message  ─────────────────────────────────────────────► call the function
+           ◄─────────────────────────── the answer ──────
+
+A time limit, a call of `close`, or any end of the worker kills all processes in the sandbox.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from typing import Any
 from stages.rewards.sandbox.channel import SandboxChannel
 
 START_S = 120.0
-"""Time limit in seconds, first for the start of a process, and then again for the import of its code, which may load a
-model. The import of a user's own reward may take `timeout_s` of its part if this is longer."""
+"""Time limit in seconds for the start of a sandbox's process. The same limit applies again to the import of the code,
+which may load a model. For a user's own reward, the import may take as long as the reward's `timeout_s` if that is
+longer."""
 USED = ("landlock", "namespaces", "seccomp")
 """Features of the kernel that a sandbox uses if they exist."""
 PROTECTIONS = ("files", "network", "processes")
@@ -33,8 +38,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 _NOTICE_S = 30.0
 """Maximum number of seconds to wait for the end of a process after its channel broke or after it was killed."""
 _TIDY_S = 10.0
-"""Seconds from the signal that ends the keeper (inside.py) until the keeper itself is killed. In between, the keeper
-kills all processes of its sandbox."""
+"""Seconds between the two signals that end a sandbox. SIGTERM asks the keeper of the sandbox (inside.py) to kill all
+processes of the sandbox. If the keeper is still running after this time, SIGKILL ends it."""
 _PASSED_ON = frozenset(
     (
         "CONDA_PREFIX", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE",
@@ -62,7 +67,8 @@ class Confinement:
     """Permissions of a sandbox."""
 
     answers: bool = False
-    """True if the sandbox evaluates text that a model sampled. It may then read only code, and write nothing."""
+    """True if the sandbox evaluates text that a model sampled. It may then write nothing, and read only the files of
+    the system's programs, of Python and of this project's code."""
     network: bool = False
     environment: tuple[str, ...] = ()
     """Further environment variables that the sandbox gets."""

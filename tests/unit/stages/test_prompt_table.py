@@ -45,7 +45,7 @@ def test_openings_cut_long_texts_and_leave_out_short_ones() -> None:
 
 def test_a_prompt_that_is_too_long_is_refused_or_skipped() -> None:
     with pytest.raises(
-        PromptsError, match=r"^prompts.max_tokens: given 4; prompt 2 of x.jsonl has 5 tokens.*too_long=skip"
+        PromptsError, match=r"^prompts.max_tokens: given 4; 1 of 8 prompts .* prompt 2, .* 5 tokens.*too_long=skip"
     ):
         table(max_tokens=4)
     assert table(max_tokens=4, too_long="skip").lengths.tolist() == [3, 2, 1, 2, 2, 3, 1]

@@ -107,12 +107,12 @@ def test_exports_are_uploaded_before_they_get_their_name(tmp_path: Path, store: 
     here, there = Exports(tmp_path / "here", store), Exports(tmp_path / "there", store)
     for version in (1, 2):
         staged = here.staged(version)
-        staged.mkdir(parents=True)
+        here.begin(version)
         (staged / "model.safetensors").write_text(f"weights {version}")
         write_sums(staged)
-        assert here.clear_unfinished(9) == [version]
+        assert here.clear_unfinished(9) == there.clear_unfinished(9) == [version]
         here.finish(version, staged)
-    assert here.clear_unfinished(9) == []
+    assert here.clear_unfinished(9) == there.clear_unfinished(9) == []
     assert there.versions() == [1, 2]
     assert there.fetch(3) is None
     fetched = there.fetch(2)

@@ -101,7 +101,7 @@ def test_a_bad_rating_is_named(tmp_path: Path, change: dict[str, Any], key: str,
     [
         ("p.jsonl", "{", r"data\.url: .*p\.jsonl line 1: not JSON"),
         ("p.jsonl", "\n", r"data\.url: .* holds no judgements"),
-        ("p.xml", "a", r"data\.url: .*'\.xml', available: \.csv, \.jsonl, \.parquet"),
+        ("p.xml", "a", r"data\.url: .*'\.xml'; .* ending of \.csv, \.jsonl, \.parquet"),
         ("p.tsv", "a\tb", r"data\.prompt: .*must be a 0-based column number, given 'prompt'"),
     ],
 )

@@ -29,8 +29,8 @@ from stages.models.hf_weights import read_weights
 from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
-"""Maximum number of tokens in the passes that measure the cost of a long context. With so many tokens, attention takes
-a large part of the pass."""
+"""Number of tokens of the pass that measures the cost of a long context. It is so large that attention takes a large
+part of the pass's time. If the largest timed size (`CALIBRATED`) is smaller, that size is used."""
 _PROPORTIONAL = 3.0
 """If a pass of n tokens takes more than this many times as long as a pass of n / 4 tokens, larger passes are not timed.
 The time of larger passes grows nearly in proportion to their size, so drafts do not pay there. Timing larger passes
@@ -54,9 +54,12 @@ _MEASURED_S = 0.25
 
 
 class TrainingShare:
-    """The share of the engine's idle time in which the draft head may be trained. Training is done in lessons of some
-    tens of milliseconds, between which the engine waits. The share is `TRAIN_SHARE` if during these waits at least one
-    of the cores that this process may use is idle on average. Otherwise it is `BUSY_TRAIN_SHARE`."""
+    """The share of the engine's idle time in which the draft head may be trained.
+
+    Training is done in lessons of some tens of milliseconds. Between two lessons the engine waits. During these waits,
+    the idle time of the cores that this process may use is measured. If on average one core or more is idle, the share
+    is `TRAIN_SHARE`. Otherwise the share is `BUSY_TRAIN_SHARE`.
+    """
 
     def __init__(self) -> None:
         self._wait_began: tuple[float, float] | None = None
@@ -65,7 +68,8 @@ class TrainingShare:
         self._is_spare = False
 
     def __call__(self, lesson_begins: bool) -> float:
-        """Return the current share. Call this when a lesson begins, with True, and when it ends, with False."""
+        """Return the share of the engine's idle time in which the draft head may be trained now. Call this with True
+        before each training step of some tens of milliseconds (a lesson), and with False after it."""
         at, idle = self._sample()
         if lesson_begins and self._wait_began is not None:
             self._waited += at - self._wait_began[0]
@@ -101,8 +105,9 @@ def build_speculation(
     threads: int,
     device: torch.device,
 ) -> Speculation | None:
-    """Return the speculation for an engine, or None if there are no drafters. If `drafters` is empty, the drafters that
-    `engine.embedded.speculation` names are built."""
+    """Return the object that does an engine's speculative decoding. It uses the given drafters. If `drafters` is empty,
+    it uses the drafters that `engine.embedded.speculation.drafter` names. Return None if the config names no drafter
+    either."""
     config = engine.embedded.speculation
     drafters = drafters or named_drafters(engine, path, runner, device)
     if not drafters:
@@ -154,8 +159,12 @@ def read_teacher(path: str) -> Teacher:
 
 
 def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int) -> PassCosts:
-    """Return the costs of passes. Passes of the sizes in `CALIBRATED` are timed at short context, up to the size from
-    which the time grows in proportion to the size (`_PROPORTIONAL`). One size is timed at the longest context too."""
+    """Time forward passes, and return a cost model of passes.
+
+    Passes of the sizes (numbers of tokens) in `CALIBRATED` are timed at a short context, the smallest size first.
+    Timing stops early if a pass takes more than `_PROPORTIONAL` times as long as a pass of a quarter of its size. From
+    there on, time grows nearly in proportion to the size. One size is also timed at the longest context.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     seconds: dict[int, float] = {}

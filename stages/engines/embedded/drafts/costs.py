@@ -16,14 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of tokens of the passes that are timed before the first draft."""
+"""Sizes (numbers of tokens) of the passes that are timed before the first row is served."""
 _MEAN_RATE = 0.1
 """Minimum weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""If a pass takes f times as long as predicted, the whole curve is multiplied by f ** `_COMMON_RATE`. A further factor,
-f ** `_LOCAL_RATE`, is divided between the two sizes nearest to the pass: the nearer size gets more of it. f is limited
-to 0.5 to 2. The whole curve is changed because usually the whole machine has become slower or faster. Otherwise a size
-that was last timed while the machine was faster would look too cheap."""
+"""Exponents with which a measured pass changes the cost curve: the seconds of a pass as a function of its size (its
+number of tokens). Let f be the measured time divided by the predicted time, limited to 0.5 to 2.
+
+- The seconds at all stored sizes are multiplied by f ** `_COMMON_RATE`, because usually the whole machine has become
+  slower or faster. Otherwise a size that was last timed while the machine was faster would look too cheap.
+- The seconds at the two stored sizes on either side of the pass's size are also multiplied by f ** a and f ** b. The
+  exponents a and b add up to `_LOCAL_RATE`. The nearer size gets the larger exponent.
+"""
 _FIRST_STEP_SHARE = 0.03
 """Time that a drafted position is assumed to take until it is measured, as a share of the time of the smallest pass."""
 _NEGLIGIBLE = 0.01
@@ -185,24 +189,27 @@ def choose_depth(
 # ---- trials: passes with and without drafts --------------------------------------------------------------
 
 _WINDOW = 16
-"""Minimum length, in passes, of the window of passes with drafts. The window has the latest such passes. They are
-compared with the latest passes without drafts."""
+"""Number of latest passes with drafts, and of latest passes without drafts, that are remembered. The tokens per second
+of the two kinds are compared. If passes have few rows, more passes with drafts are remembered (see `_WINDOW_ROWS`)."""
 _WINDOW_ROWS = 128
-"""Minimum number of rows in the window of passes with drafts, summed over its passes. With few rows the number of
-tokens per row is mostly chance. A comparison of a few passes would sooner or later be wrong."""
+"""Minimum number of rows in the remembered passes with drafts, summed over the passes. If passes have few rows, more
+than `_WINDOW` passes are remembered. The number of tokens that a row gets in a pass is mostly chance, so a comparison
+over few rows would sooner or later be wrong."""
 _ENOUGH_PLAIN = 4
-"""Minimum number of passes without drafts in a comparison. The window of passes with drafts must also be at least half
-full."""
+"""Minimum number of measured passes without drafts before they are compared with passes with drafts. The comparison
+also needs passes with drafts: at least half of the number to remember (see `_WINDOW`)."""
 _PLAIN_EVERY = 32
 """While drafts are allowed, one in this many passes still runs without drafts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
-"""Shortest and longest pause of drafts, in passes. Each pause is twice as long as the last one. After drafts have
-gained over a whole window, the next pause is the shortest again."""
+"""Shortest and longest pause, in passes, during which no drafts are made because they slow decoding down. Each pause is
+twice as long as the last one. The next pause is the shortest again after a whole window of passes (`_WINDOW`) in which
+decoding with drafts was at least as fast as without."""
 
 
 @dataclass
 class _Trial:
-    """The measurements of passes with the same number of rows."""
+    """The comparison of passes with and without drafts for one number of rows: the latest measurements, and the pause
+    of drafts if they brought no gain. Counts of passes include only passes with this number of rows."""
 
     drafted: deque[tuple[int, float]]
     """Tokens and seconds of the last passes with drafts; `maxlen` is the length of the window."""
@@ -233,9 +240,12 @@ class Trials:
         self._trials: dict[int, _Trial] = {}
 
     def allows(self, num_rows: int) -> bool:
-        """Return True if the next pass of `num_rows` rows may have drafts. Return False if drafts pause, if a
-        comparison still lacks passes without drafts, or if this is the one of `_PLAIN_EVERY` passes that must run
-        without drafts."""
+        """Return True if the next pass of `num_rows` rows may have drafts. Return False in three cases:
+
+        - Drafts pause.
+        - Enough passes with drafts were measured, but too few without drafts to compare with.
+        - This is the one of `_PLAIN_EVERY` passes that runs without drafts.
+        """
         trial = self._trial(num_rows)
         if trial.passes < trial.pause_until:
             return False

@@ -37,7 +37,8 @@ _PASSES_PER_PLACE = 8
 _LEARNING_RATE = 1e-3
 _FEATURE_WEIGHT = 0.1
 _ENOUGH_TOKENS = 512
-"""Number of response tokens that are collected before the head is created, since its vocabulary is chosen from them."""
+"""Minimum number of response tokens that must be collected before the draft head is created. The head's vocabulary is
+chosen from these tokens."""
 _PUBLISH_STEPS = 16
 """Number of training steps between two published copies of the head. A copy is also published when training stops."""
 _PLACE_BYTES = 16
@@ -100,7 +101,8 @@ class FinishedRows:
         self._next = 0
 
     def add(self, hidden: Float32[torch.Tensor, "n C"], tokens: Sequence[int]) -> None:
-        """Store a row in the oldest places. If the row is longer than the ring, its beginning is dropped."""
+        """Store a row in the ring buffer, over the oldest entries. If the row is longer than the buffer, the beginning
+        of the row is dropped. `hidden`: for each token, the state from which it was drawn, after the final norm."""
         hidden, tokens = hidden[-self.num_places :], tokens[-self.num_places :]
         if self._next + len(tokens) > self.num_places:
             self._next = 0
@@ -170,7 +172,8 @@ class Student:
         self._starts = self._starts[:0]
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the teacher's parts from the model's new weights. `step` uses the copies from its next call on."""
+        """Copy the tensors that the draft head is trained against: the final norm of the model's new weights, and the
+        rows of the output layer for the head's vocabulary. The method `step` uses the copies from its next call on."""
         head, out, norm = self._head, tensors.get(self._teacher.out_name), tensors.get(self._teacher.norm_name)
         ids = None if head is None or out is None else head.ids.clone()
         rows = None if ids is None or out is None else out.detach()[ids.to(out.device)].float().cpu()
@@ -231,8 +234,9 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return the share of the responses' tokens that a new vocabulary would gain. It is the share covered by the
-        best vocabulary of this size, minus the share covered by the vocabulary of `head`."""
+        """Return how much a new vocabulary would improve on the vocabulary of `head`. Both have the same size. The
+        result is the share of the responses' tokens that the best vocabulary covers, minus the share that the old one
+        covers."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()

@@ -33,11 +33,12 @@ from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
 
 _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
 """Upper bounds of the confidence classes, in nats. The class of the best guess depends on its lead over the second-best
-one. The class of any other guess depends on its distance from the best one. Lead and distance are differences of
-logits, noise included."""
+one. The class of any other guess depends on its distance from the best one. Lead and distance are differences of logits
+to which the Gumbel noise of sampling has been added."""
 _RANKS = 4
-"""Number of ranks that have confidence classes of their own. The best guess after a token has the first rank, the
-second best guess the second rank. Guesses of lower ranks share the classes of the last of these ranks."""
+"""Number of sets of confidence classes (see `_LEVEL_BOUNDS`). The set depends on the place of a guess among the guesses
+after the same token: the best guess has place 0, the second best place 1, and so on. Each place has a set of its own,
+except that all places from `_RANKS` - 1 on share the last set."""
 KIND = "learned"
 
 
@@ -90,8 +91,9 @@ class LearnedDrafter:
             pass
 
     def _drop_states(self) -> bool:
-        """Drop the older half of the states of one row: the row that has states of the most passes. Return False if no
-        row has states of more than one pass."""
+        """Drop stored hidden states of one row to free memory. The row with states of the most passes is chosen, and
+        the states of the older half of these passes are dropped. Return False if every row has states of one pass only.
+        """
         states = max(self._hidden.values(), key=len)
         older = states[: len(states) // 2]
         del states[: len(older)]
@@ -181,7 +183,7 @@ def _draft(
 
 
 def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:
-    """Return the noise keys of the positions to draft."""
+    """Return a key for each position to draft. The sampling noise of the position is computed from its key."""
     parts = np.array([(r.request.seed, r.request.step, r.request.row, len(r.tokens)) for r in rows], np.int64)
     seeds, steps, numbers, positions = parts.T[:, :, None]
     return noise_keys(seeds, steps, numbers, positions + np.arange(depth))
@@ -200,21 +202,21 @@ def unroll(
 ) -> Guessed:
     """Return the head's guesses for `depth` positions, as draft ids.
 
-    The cost of a guess is the logit of the best guess after the same token minus the guess's own logit. The cost of a
-    path is the sum of the costs of its guesses. At each position the `branches` cheapest paths are kept. Their last
-    guesses are the inputs of the next position. The logits are not divided by the temperature. Instead the noise is
-    multiplied by it, which gives the same order.
+    Several guesses may follow the same token. The cost of a guess is the best logit among them minus its own logit. The
+    cost of a path is the sum of the costs of its guesses. At each position the `branches` cheapest paths are kept.
+    Their last guesses are the inputs of the next position.
+
+    Logits include the noise. Instead of dividing the logits by the temperature, the noise is multiplied by it, which
+    gives the same order.
 
     Args:
-        kernels: the kernels to compute with.
-        head: weights of the head.
         state: hidden state of each row after the final norm.
         draft_ids: draft id of each row's latest token.
         depth: number of positions to draft.
         branches: maximum number of guesses per position.
         temperatures: temperature of each row.
         keys: noise keys of the positions.
-        banned: draft ids that must not be guessed, for each position of each row in turn.
+        banned: draft ids that must not be guessed. There is one entry for each position of each row, row by row.
     """
     num_rows, device = len(state), state.device
     noise_scales = torch.tensor(temperatures, device=device)

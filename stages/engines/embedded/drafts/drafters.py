@@ -164,7 +164,7 @@ class Guesses:
 
     tree: DraftTree
     kinds: tuple[str, ...]
-    """Kind of each guess."""
+    """For each guess, the way in which it was found (`Draft.kind`), for example `learned` or `lookup-3`."""
     levels: tuple[int | None, ...]
     """Confidence class of each guess; see `Draft`."""
     gains: tuple[float, ...]
@@ -199,8 +199,12 @@ class Guesses:
         )
 
     def as_fed(self) -> Guesses:
-        """Return the same guesses in the order in which they are fed: the main chain comes first. Then the keys of the
-        main chain are in place (see `rows`)."""
+        """Return the same guesses in the order in which they are fed. The main chain comes first: the path that takes
+        the likeliest guess at each step.
+
+        The cache stores keys in the order of feeding. So the keys of the main chain lie where the keys of the row's
+        next tokens belong. If these guesses are right, their keys need not be computed again.
+        """
         chain = self.main_chain
         return self.only([*chain, *(guess for guess in range(len(self.tree)) if guess not in chain)])
 

@@ -1,15 +1,19 @@
-"""Choose the guesses that the next pass verifies. The choice maximises the expected tokens per second.
+"""Choose the guesses that the next pass verifies, so that the expected tokens per second are highest.
 
-    rows that decode ──► drafters ──► trees of guesses, each with the gain measured for its kind, depth and confidence;
-                          │           trees of one row are merged ──► choose_guesses
-                          │   a drafter that works position by position is asked for the draft length that pays on
-                          │   average (choose_depth, which counts the drafting time), or not at all
-    pass ──► its seconds (costs), the guesses that were right (acceptance), its hidden states (drafters)
+    rows that decode ──► drafters ──► trees of guesses ──► one tree per row ──► choose_guesses
+                            ▲             │
+                            │             └ each guess has a gain (see below)
+                            └ choose_depth: sets the length of drafts
+    pass ──► its seconds (costs), the right guesses (acceptance), its hidden states (drafters)
 
-The best choice may be no guesses, which is plain decoding. This happens with large batches, whose passes cost in
-proportion to their tokens. A draft length is chosen once for several passes, so the choice costs almost nothing.
-`Trials` overrules the cost model: if passes with drafts turn out to gain nothing, drafts pause for a while.
-`Acceptance` counts how often guesses were right.
+The gain is the probability that the guess and all guesses before it are right. It is measured for each kind, depth and
+confidence class of guesses. The function `choose_depth` chooses the draft length that gives the most tokens per second
+on average, with the time of drafting included. If this length is 0, the drafter is not asked.
+
+The best choice may be no guesses, which is plain decoding. This happens with large batches, because the time of a large
+pass grows in proportion to its tokens. A draft length is chosen once for several passes, so the choice costs almost
+nothing. The class `Trials` overrules the cost model: if passes with drafts turn out not to be faster, drafts pause for
+a while. The class `Acceptance` counts how often guesses were right.
 
 The clock is a parameter. `Acceptance` measures time in passes.
 """
@@ -56,18 +60,18 @@ class Speculation:
         *,
         branching: bool = True,
     ) -> None:
-        """Start without measurements.
+        """Begin with the measured costs of passes, but without measurements of the drafters.
 
         Args:
-            drafters: sources of drafts. Drafters that work position by position must come last. Such a drafter is asked
-                only for rows for which the other drafters have no better draft.
+            drafters: sources of drafts. Drafters whose time grows with the draft length (`Drafter.by_position`) must
+                come last. Such a drafter is not asked for a row that has equally good drafts from other drafters.
             costs: measured seconds of passes.
             longest: maximum number of positions in a draft.
-            lengths: see `calibration.LENGTHS`.
-            clock: returns the time in seconds.
-            train_share: returns the largest share of the engine's idle time in which drafters may learn now. It is
-                called with True when the drafters begin to learn, and with False when they end.
-            branching: True if a pass may hold several guesses for one position.
+            lengths: way to choose draft lengths; see `calibration.LENGTHS`.
+            clock: function that returns the time in seconds.
+            train_share: function that returns the maximum share of the engine's idle time that drafters may spend on
+                training. It is called with True when training begins, and with False when training ends.
+            branching: True if a pass can verify several guesses for one position.
         """
         self.costs = costs
         self.counts = DraftCounts()
@@ -122,7 +126,7 @@ class Speculation:
         drafting_s: float = 0.0,
     ) -> None:
         """Record a pass (see `Drafts.observe`). `seconds` is None if the pass fed prompts. The tokens of prompts cost
-        less than other tokens, because nothing is sampled after them."""
+        less, because nothing is sampled after them. They would distort the measured cost of a token."""
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
@@ -184,8 +188,13 @@ class Speculation:
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows for which to ask a drafter. If the drafter works position by position, leave out rows whose
-        drafts from other drafters already promise at least as many tokens as a draft of this drafter would."""
+        """Return the rows for which a drafter is asked: usually all rows in `limits`.
+
+        A drafter whose time grows with the draft length (`Drafter.by_position`) is not asked for a row if the row's
+        drafts from other drafters (`proposed`) are expected to give at least as many tokens as its own draft.
+
+        `limits`: maximum number of positions to draft per row.
+        """
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
@@ -258,9 +267,20 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Return the draft length to ask drafter `number` for; 0 if no length is expected to gain. `num_tokens`: tokens
-        of the pass without drafts. `seconds`: from the number of tokens of a pass to its seconds. The other arguments:
-        see `choose_depth`."""
+        """Choose how many tokens each draft of drafter `number` should have, and return this length. Return 0 if no
+        length is expected to gain enough.
+
+        If the drafter needs the same time for every length, the result is 0 or the longest length. A result is reused
+        for `_DECISION_PASSES` passes.
+
+        Args:
+            number: index of the drafter in the list of drafters.
+            num_rows: number of rows that decode.
+            num_drafted: number of rows that get drafts from this drafter.
+            num_tokens: number of tokens that the pass feeds in addition to guesses.
+            others: expected number of tokens that rows gain from the guesses of other drafters.
+            seconds: function that returns the seconds of a pass, given its number of tokens.
+        """
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))
         if self._acceptance.passes < until:
@@ -292,8 +312,8 @@ def _total(proposed: Mapping[Row, Guesses], row: Row) -> float:
 # ---- acceptance ------------------------------------------------------------------------------------------
 
 _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
-"""Assumed numbers of accepted and tried guesses before any measurement. The assumption is optimistic, so that every
-kind is tried."""
+"""Numbers that are added to the counts of accepted and of tried guesses. So a kind of guess (`Draft.kind`) without any
+measurement has the rate 2/3. This is optimistic, so that every kind is tried."""
 _DECAY = 0.999
 """Factor by which all counts are multiplied per pass. Since the counts shrink, a kind of guess that is no longer used
 is tried again after some hundreds of passes."""
@@ -335,14 +355,15 @@ class Acceptance:
     def observe(
         self, guesses: Guesses, verified: DraftTree, accepted: Collection[int], reached: Collection[int]
     ) -> None:
-        """Record the outcome of a row's guesses.
+        """Record which guesses of a row were right. A guess is right if it equals the token that was drawn after its
+        parent. Only guesses whose parent is in `reached` were tested, and only they are counted.
 
         Args:
             guesses: the guesses that were chosen for the pass.
             verified: the tree of the guesses that were fed: all of `guesses`, or only the first of them.
             accepted: indices of the guesses that were right.
-            reached: indices of the guesses after which a token was drawn; -1 stands for the row's own last token. A
-                guess was tested only if its parent is in `reached`.
+            reached: indices of the parents after which a valid token was drawn. The index -1 stands for the row's own
+                last token, which is the parent of the first guesses.
         """
         depths = verified.depths
         some_right: dict[tuple[str, int], bool] = {}
@@ -371,23 +392,27 @@ class Acceptance:
                 )
 
     def rate(self, kind: str, depth: int, level: int | None) -> float:
-        """Return the probability that a guess of this kind, depth and confidence class is right if its parent is right.
-        If `level` is None, return the probability that at least one guess at that depth is right if their parent is
-        right."""
+        """Return the probability that a guess of this kind, depth and confidence class (`level`) is right if its parent
+        is right. If `level` is None, return the probability that at least one of a row's guesses at that depth is
+        right, if the parent of one of them is right."""
         tally = self._tallies.get((kind, depth, level))
         return tally.rate(self.passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
 
     def rates(self, kind: str) -> list[float]:
-        """Return, for each depth that drafts have reached, the probability that at least one guess is right if the
-        parent of the guesses is right."""
+        """Return one rate for each depth at which guesses of this kind were tested: the probability that one of a
+        row's guesses is right if its parent is right."""
         rates: list[float] = []
         while (kind, len(rates), None) in self._tallies:
             rates.append(self.rate(kind, len(rates), None))
         return rates
 
     def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
-        """Return, for each position, the probability that it and all positions before it have a right guess, of any
-        confidence class. If several kinds are given, return the probabilities of the kind that has the highest sum."""
+        """Return, for each position of a draft, the probability that the draft is right up to this position. A position
+        is right if one of its guesses is right, of any confidence class.
+
+        `kinds`: kinds of drafts (`Draft.kind`), which say how the guesses were found. The probabilities are those of
+        one kind: the kind that is expected to give the most tokens. `longest`: number of positions.
+        """
         each = [
             list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
             for kind in kinds
@@ -395,7 +420,8 @@ class Acceptance:
         return max(each, key=sum)
 
     def width(self, kind: str) -> float:
-        """Return the mean number of guesses of a kind that are verified per position."""
+        """Return the mean number of guesses of a kind (`Draft.kind`) that are verified for one position of a draft. It
+        is above 1 if drafts branch."""
         return self._widths.get(kind, 1.0)
 
     def _tally(self, kind: str, depth: int, level: int | None, *, accepted: bool) -> None:

@@ -40,7 +40,7 @@ class NativeWeight:
     in_features: int
     dtype: torch.dtype
     handle: int
-    """Address of `record`, the same weight as a C struct."""
+    """Address of the C struct that describes this weight for the C kernels. The field `record` holds the struct."""
     record: object
 
 
@@ -81,8 +81,8 @@ def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """Return x W^T as `dtype`, which must be the dtype of the packed weight. There are two exceptions. On CUDA, `dtype`
-    may also be float32. On a CPU that cannot multiply in `dtype`, `pack` has made the weight float32."""
+    """Return x W^T as `dtype`. The dtype of the packed weight must be `dtype` too, with two exceptions. On CUDA,
+    `dtype` may be float32 for any weight. On a CPU that cannot multiply in `dtype`, the packed weight is float32."""
     x = x.to(packed.dtype)
     if packed.is_cuda and packed.dtype != dtype:
         return torch.mm(x, packed.t(), out_dtype=dtype)
@@ -111,8 +111,9 @@ _CACHE_LINE = 64
 
 
 class Slabs:
-    """Owns the slab that the next tensors are cut from, and the address space of earlier slabs. A slab without tensors
-    is used again, since mapping and zeroing new pages takes longer than packing weights into them."""
+    """Owns large regions of memory (slabs), and cuts tensors from them one after the other. A slab whose tensors have
+    all been freed is used again: mapping and zeroing new pages takes longer than packing weights into them. The address
+    space of a slab is never released."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -30,14 +30,15 @@ class TreePaths:
     `rows`)."""
 
     cells: Int64[torch.Tensor, " N"]
-    """Place where each token's key is written. It equals the token's position unless `paths` lists places for the
-    token."""
+    """For each token, the place at which its key is written: an index into the row's keys in the cache. It equals the
+    token's position in the row if `paths` lists no places for the token."""
     starts: Int64[torch.Tensor, " N"]
-    """For each token, the first position whose place is listed in `paths`. Every key before this position has a place
-    that equals its position. If no place is listed for the token: the token's position + 1."""
+    """For each token, the first position whose place is in `paths`. The place of a position is the index of its key in
+    the row's cache. Before the first position, places equal positions. If `paths` lists no place for the token, the
+    value is the token's position + 1."""
     paths: Int64[torch.Tensor, "N L"]
-    """Places of the keys of positions starts, starts + 1, ... up to the token's own position. The entries after these
-    are unused."""
+    """For each token, the places of the keys that it reads, from position `starts` up to the token's own position. A
+    place is the index of a key in the row's cache. Further entries of a line are unused."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,13 +47,14 @@ class Tokens:
 
     ids: Int64[torch.Tensor, " N"]
     positions: Int64[torch.Tensor, " N"]
-    """Position of each token in its row. A token attends to positions 0 to its own."""
+    """Position of each token in its row. A token attends to all positions from 0 up to its own position."""
     rows: Int32[torch.Tensor, " N"]
     """Row of `tables` that each token belongs to."""
     tables: Int32[torch.Tensor, "R W"]
     """Cache blocks of each row in order. Each block holds 16 positions."""
     longest: int
-    """Largest position + 1, or a larger number."""
+    """Upper bound of the context lengths in the batch: the largest position + 1, or any larger number. The kernels size
+    their work and their buffers for it."""
     tree_paths: TreePaths | None = None
     """Places of the keys that each token reads. None if the place of every key equals its position. This is the case
     without guesses, and with guesses that form chains."""
@@ -65,7 +67,8 @@ class PagedCache(Protocol):
     """The keys and values that a forward pass reads and writes (`cache.KVCache` holds them)."""
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
-    """Keys [P, K, D, 16] and values [P, K, 16, D] of each block of the model."""
+    """For each block of the model: keys [P, K, D, 16] and values [P, K, 16, D]. P cache blocks of 16 positions, K
+    key/value heads, D head dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +237,8 @@ class FusedKernels(Kernels, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """Weights of the draft head in the form that kernels use. The head can guess only T tokens of the vocabulary. The
-    draft id of such a token is its number, 0 to T - 1."""
+    """Weights of the draft head in the form that kernels use. The head can guess only a subset of the vocabulary. The
+    tokens of this subset are numbered from 0 to T - 1, and such a number is a draft id."""
 
     up: Packed
     down: Packed
@@ -244,7 +247,8 @@ class HeadWeights:
     embedding: Float32[torch.Tensor, "T+1 C"]
     """Embedding of each draft id. The last row is the embedding of all other tokens."""
     words: Int32[torch.Tensor, "1 T"]
-    """Word of each draft id's token (see `sampling.token_words`). The noise of the token is computed from this word."""
+    """For each draft id, 32 well-mixed bits that stand for its token (see `sampling.token_words`). The noise of the
+    token is computed from these bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +281,8 @@ class DraftingKernels(Protocol):
         keys: UInt64[np.ndarray, "R depth"],
         banned: Sequence[Sequence[int]],
     ) -> Guessed:
-        """See `drafts.draft_head.unroll`."""
+        """Return the guesses of the draft head for `depth` positions of all rows. For the arguments see
+        `drafts.draft_head.unroll`."""
         ...
 
 

@@ -116,8 +116,8 @@ def _put_in_place(
     read_keys: Float[torch.Tensor, "K blocks D 16"],
     read_values: Float[torch.Tensor, "K blocks 16 D"],
 ) -> None:
-    """Copy the keys and values on token n's path from the places that `tree` gives to their positions in `read_keys`
-    and `read_values`."""
+    """Copy the keys and values on token n's path through the tree of guesses. In the cache (`keys`, `values`) they lie
+    at the places that `tree` lists. In `read_keys` and `read_values` they are written at their positions."""
     kv_heads = len(read_keys)
     start, table = int(tree.starts[n]), tokens.tables[tokens.rows[n].long()].long()
     for position in range(start, int(tokens.positions[n]) + 1):

@@ -4,8 +4,9 @@
 torch.distributed's backends directly, without their global state, since the process may belong to other groups, such as
 Megatron's.
 
-Rank 0 has two connections to each other rank. One carries commands, which the rank carries out one after the other. The
-other carries new weights at the same time. The raw bytes of tensors follow the message that announces them.
+Every other rank has two connections to rank 0. Over the first it gets commands, which it carries out one after the
+other. Over the second it gets new weights, at the same time as commands. A message announces the tensors, and their raw
+bytes follow it.
 """
 
 from __future__ import annotations
@@ -134,14 +135,16 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Prepare:
-    """Announcement of new weights: their number, and the names, dtypes and shapes of their tensors.
+    """Message that announces new weights. It contains a number by which later messages name these weights (`Swap`,
+    `Drop`), and the name, dtype and shape of each tensor.
 
     The messages after this one:
 
-    - The rank answers None, or an error if the weights do not fit into its memory.
-    - Rank 0 sends False if the weights do not fit into another rank's memory; then nothing follows. Otherwise it sends
-      True, and the bytes of one tensor after the other.
-    - The rank answers None, or an error if it cannot pack the weights."""
+    - The rank answers None if the weights fit into its memory, and the text of an error otherwise.
+    - Rank 0 replies to each rank that answered None. If the weights fit on all ranks, it sends True and then the bytes
+      of one tensor after the other. Otherwise it sends False, and nothing follows.
+    - After the bytes the rank answers None if it could pack the weights, and the text of an error otherwise.
+    """
 
     number: int
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -149,7 +152,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Drop:
-    """Order to drop the weights of this number, if there are any."""
+    """Message that tells a rank to drop the prepared weights with this number, if it has them. There is no answer."""
 
     number: int
 
@@ -171,7 +174,8 @@ class ReadCache:
 
 @dataclass(frozen=True, eq=False)
 class WriteCache:
-    """Order to write a copy made by `KVCache.read` to the rank's part of the cache."""
+    """Message that tells a rank to write keys and values into blocks of its cache. There is no answer. `copied`: the
+    part of the layers and heads that the rank holds, in the form of `KVCache.read`."""
 
     blocks: tuple[int, ...]
     copied: np.ndarray

@@ -45,7 +45,8 @@ from stages.models.hf_weights import read_weights
 
 @dataclass(frozen=True)
 class PreparedOnRanks:
-    """New weights, which every rank has stored under the same number. `weights` is rank 0's part."""
+    """New weights that are ready on every rank, but not in use yet. `number`: the number by which messages to the ranks
+    name these weights (`Prepare`, `Swap`, `Drop`). `weights`: the part of rank 0."""
 
     number: int
     weights: LlamaWeights

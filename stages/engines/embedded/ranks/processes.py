@@ -47,7 +47,8 @@ from storage.host import end_with_parent
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
 _EXIT_NOTICE_S = 30.0
-"""Maximum seconds that `attempt` waits, after an error, until the end of a rank's process is noticed and handled."""
+"""Maximum seconds that the method `attempt` waits after an error. The cause may be that a rank's process has ended,
+which another thread notices and handles. If that does not happen in time, the method raises the error itself."""
 
 
 class RankLost(RuntimeError):

@@ -66,7 +66,8 @@ class ServedRow:
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished response. `logprobs` are log-probs under the p of `ServedRow`."""
+    """A finished response. `logprobs`: log-prob of each token, under the distribution that the token was drawn from.
+    The class `ServedRow` defines this distribution."""
 
     id: int
     tokens: np.ndarray
@@ -80,7 +81,8 @@ class Ready:
     engine: str
     version: str
     facts: Mapping[str, str]
-    """Facts that the last bits of the engine's results depend on, without the facts of `machine_facts`."""
+    """Name -> value of each fact about the engine that can change the last bits of its results. The facts about the
+    machine come from the function `machine_facts`."""
     device: str
     """Device that the engine computes on: cpu or cuda."""
 
@@ -148,8 +150,9 @@ _ENVIRONMENT = (
 
 
 def machine_facts() -> dict[str, str]:
-    """Return name -> value of the facts that the last bits of results depend on: the builds of Python and torch, the
-    processor as torch uses it, the GPU, and environment variables that change sums."""
+    """Return name -> value of each fact about the machine that can change the last bits of results. The facts are the
+    builds of Python and torch, the processor as torch uses it, the GPU with the versions of CUDA and cuDNN, and the
+    environment variables that change the order or the precision of floating-point operations."""
     facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,5 +1,5 @@
-"""Keyed draws for engines that have none of their own: from a batch's logits to tokens and log-probs. The noise of each
-token has the key (seed, step, row, position).
+"""Sample tokens with keyed noise, for engines that cannot do so themselves. The function `draw` turns the logits of a
+batch into tokens and log-probs. The noise of each token is keyed by (seed, step, row, position).
 
 Runs in the engine's own Python environment.
 """

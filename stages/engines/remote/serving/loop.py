@@ -116,8 +116,9 @@ class Server:
             )
 
     def _versions(self, num_tokens: int, replaced: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return the version of the weights that generated each token of a row, int32 [num_tokens]. `replaced`: the
-        row's entry in `_rows`."""
+        """Return the version of the weights that generated each token of a row: int32 [num_tokens]. `replaced`: one
+        pair for each load of new weights while the row ran, the oldest load first. A pair is (the version that was
+        replaced, the number of tokens that the row had then)."""
         versions = np.full(num_tokens, self._version, np.int32)
         for version, made in reversed(replaced):
             versions[:made] = version

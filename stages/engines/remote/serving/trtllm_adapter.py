@@ -1,19 +1,24 @@
-"""Serve TensorRT-LLM. Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
+"""Serve TensorRT-LLM. This code has never run with TensorRT-LLM itself. It is tested with a stand-in, which has the
+interface of versions 1.2 to 1.4 as recorded from their sources (tests/support/trtllm_stand_in). Below this is called
+the recorded interface.
 
-    rows ──► AsyncLLM.generate_async, one task per row ──► token ids, log-probs of the logits, a reason to finish
-    load ──► bucket by bucket: a copy on every device, whose handles go to `WorkerExtension.update_weights`; at the
-             end one call with None
+    rows ──► AsyncLLM.generate_async, ──► token ids, log-probs of the logits,
+             one task per row             a reason to finish
+    load ──► one bucket of tensors after the other: a copy on every device, whose handles go to
+             `WorkerExtension.update_weights`; at the end one call with None
 
-- **Draws**: TensorRT-LLM draws with a seed per row, so draws are not keyed (`draws: seeded`). It computes log-probs
-  from the raw logits. These log-probs are right only for rows drawn from all tokens at temperature 1, or by arg max.
-  Other rows are refused before they are sent to the server. No recorded call scores given tokens.
+- **Draws**: TensorRT-LLM draws with a seed per row. So only the same engine repeats the tokens of a request (`draws:
+  seeded`). With `draws: keyed`, the noise of a token would depend only on (seed, step, row, position). TensorRT-LLM
+  computes log-probs from the raw logits. They are right only for rows drawn from all tokens at temperature 1, or by arg
+  max. Other rows are refused before they are sent to the server.
+- **Given tokens** cannot be scored: the recorded interface has no call for it.
 - **Speculation** is off, since TensorRT-LLM refuses log-probs with it or returns wrong ones.
-- **Weights** are loaded in place when no row is in flight. A refit that fails half-way leaves mixed weights, so any
-  error ends the server, and the replica is built anew. Every recorded version needs Ray for a refit.
+- **Weights** are loaded in place when no row is in flight. All recorded versions need Ray for this. A load that fails
+  half-way leaves mixed weights. So any error ends the server, and the replica is built anew.
 - **Compiled kernels** of torch and Triton are kept for the next start (`keep_compiled`).
 
-TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So `find_api`
-looks for each call. If a call is missing, an error names the call and the version.
+TensorRT-LLM marks its calls for reinforcement learning as prototypes, and they differ between versions. So the function
+`find_api` looks for each call. If a call is missing, an error names the call and the version.
 
 Runs in the engine's own Python environment.
 """
@@ -72,8 +77,9 @@ class TrtllmAdapter:
     # ---- methods that tests replace on a machine without a GPU ----
 
     def devices(self) -> dict[str, torch.device]:
-        """Return name -> device, for all visible devices. The ranks look up the handles of new weights under these
-        names."""
+        """Return name -> device for all visible GPUs. The name is "GPU-" followed by the GPU's UUID. New weights are
+        copied to each GPU. The ranks get the IPC handles of all copies in a dictionary, and each rank finds the handles
+        for its own GPU under the GPU's name."""
         gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(gpus)}
 
@@ -91,8 +97,8 @@ class TrtllmAdapter:
         self._tasks[task] = row.id
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Do nothing, since no recorded call cancels a request. The request runs to its end, and the server ignores its
-        result."""
+        """Do nothing, since the recorded interface of TensorRT-LLM (see the module) has no call that cancels a request.
+        The request runs to its end, and the server ignores its result."""
 
     def step(self) -> list[Finished]:
         """Wait a moment for rows to finish, and return the finished ones. TensorRT-LLM makes its steps by itself."""
@@ -132,7 +138,8 @@ class TrtllmAdapter:
             self._asleep = False
 
     def load_now(self) -> tuple[float, int]:
-        """Return zeros, since no recorded call returns these numbers."""
+        """Return 0.0 and 0 in place of the share of the cache in use and the number of preemptions. The recorded
+        interface of TensorRT-LLM (see the module) has no call that returns these two numbers."""
         return 0.0, 0
 
     def close(self) -> None:
@@ -269,8 +276,8 @@ EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Environment variable with the path of torch's or Triton's folder for compiled kernels -> name of this folder inside
-the folder that `keep_compiled` returns."""
+"""Environment variable -> name of a folder inside the folder that `keep_compiled` returns. The variable tells torch or
+Triton to keep its compiled kernels in this folder."""
 
 
 class MissingFeatureError(RuntimeError):

@@ -7,9 +7,10 @@ processed "logit" as the token's log-prob. So the tokens are the same as in any 
 same logits. The log-probs belong to the distribution that the tokens were drawn from. Prescribed tokens are scored in
 the same pass.
 
-vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks, so the ranks get
-the places of the tensors instead, and map them (`MappedLoading`). If embeddings are tied, we name the output head too.
-Otherwise it would keep its old weights. Rows in flight go back to vLLM's queue, and their tokens are fed again.
+vLLM's `reload_weights` loads new weights in place. vLLM pickles the arguments of a call for its ranks, and tensors
+would be large arguments. So the ranks get only the tensors' places in files, and map these files (`MappedLoading`). If
+embeddings are tied, the output head is listed among the tensors too, with the place of the embedding. Otherwise the
+head would keep its old weights. Rows in flight go back to vLLM's queue, and their tokens are fed again.
 
 New blocks of the cache are filled with zeros. Attention multiplies the positions after a row's end by 0, and 0 x NaN is
 NaN. So a NaN that an earlier row left there would spread, even after the weights have changed.
@@ -56,8 +57,8 @@ _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LOOK_S = 1.0
 _LONGEST_START_S = 3600.0
-"""Maximum number of seconds to wait while another engine starts. The client ends this process earlier, after
-`RemoteSettings.start_s`."""
+"""Maximum seconds to wait while another engine starts on the same GPUs and has them locked. Normally the client's limit
+is shorter: after `RemoteSettings.start_s` seconds the client gives up and ends this process."""
 
 if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
     raise RuntimeError(f"vLLM {vllm.__version__} has no KVCacheConfig.needs_kv_cache_zeroing: NaN would spread")
@@ -99,7 +100,8 @@ class KeyedDraws(LogitsProcessor):
 
 
 class MappedLoading:
-    """Methods that vLLM adds to its workers (`worker_extension_cls`)."""
+    """Extension of vLLM's worker class (`worker_extension_cls`). It gives each worker a method that loads weights from
+    mapped files."""
 
     def load_mapped(self, places: Sequence[Mapping[str, Any]]) -> None:
         """Load tensors from files of this host. `places`: see `map_tensors`."""

@@ -60,7 +60,7 @@ def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: p
     assert main(["check", *sources]) == 0
     out = capsys.readouterr().out
     assert "would run (4 prompts to train on, 2 held out)" in out
-    assert "engine embedded on" in out
+    assert "engine embedded on" not in out, "nothing is unproven"
     assert "sandbox of" not in out
     assert not (tmp_path / "runs").exists()
 
@@ -76,6 +76,28 @@ def test_check_tries_the_reward(
     assert capsys.readouterr().err.startswith("refused evaluate.reward.parts.own.kind: ")
     assert main(["check", *sources, *changes, "--no-reward"]) == 0
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", ["steps=-1", "model.critic_path=nowhere"])
+def test_check_tries_the_reward_of_a_config_with_other_mistakes(
+    sources: list[str], capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    """One mistake is found in the settings, or in what they name on disk; the other in what the reward does."""
+    own = "reward.kind=tests.support.own_rewards:inverse"
+    assert main(["check", *sources, own, change]) == 2
+    said = capsys.readouterr().err
+    assert change.partition("=")[0] + ": given" in said
+    assert "reward.kind: given 'tests.support.own_rewards:inverse'; it failed on" in said
+    assert main(["check", *sources, own, change, "--no-reward"]) == 2
+    assert "own_rewards" not in capsys.readouterr().err
+
+
+def test_a_field_that_the_prompts_lack_is_reported_once(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Both the check of the prompts and the trial of the reward find it."""
+    assert main(["check", *sources, "evaluate.reward.kind=answer"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("refused evaluate.reward.args: reads the field 'answer' of the prompts")
 
 
 @pytest.mark.processes

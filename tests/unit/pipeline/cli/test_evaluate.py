@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from stages.models.hf_weights import read_weights
 from stages.models.spec import RANDOM_TINY, read_config
 from stages.prompts import EVALUATION_STEP, held_out_prompts
 from tests.support.configs import arguments, write_config
+from tests.support.reward_models import change_config
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,9 @@ def test_a_file_and_a_reward_are_enough(folder: Path, model: str, capsys: pytest
     given = ["--prompts", f"{folder}/prompts.jsonl", "--reward", "characters", "evaluate.reward.args.characters=aeiou"]
     assert main(["evaluate", model, *given, "model.path=random:tiny", "sampling.max_new_tokens=4"]) == 0
     assert "6 prompts" in capsys.readouterr().out
+    members = "evaluate.reward.args.members={a: {kind: vader}, b: {kind: missing_eos}}"
+    given = ["--prompts", f"{folder}/prompts.jsonl", "--reward", "ensemble", members]
+    assert main(["evaluate", model, *given, "model.path=random:tiny", "sampling.max_new_tokens=4"]) == 0
 
 
 def test_a_runs_config_may_be_evaluated_on_other_prompts(folder: Path, model: str) -> None:
@@ -81,6 +87,10 @@ def test_a_runs_config_may_be_evaluated_on_other_prompts(folder: Path, model: st
         (["MODEL", "--prompts", "PROMPTS"], "--reward"),
         (["MODEL", "--prompts", "gone.jsonl", "--reward", "vader", "model.path=random:tiny"], "evaluate.prompts.url"),
         (["MODEL", "--prompts", "PROMPTS", "--reward", "nope", "model.path=random:tiny"], "evaluate.reward.kind"),
+        (["random:tiny", "--prompts", "PROMPTS", "--reward", "vader"], "MODEL"),
+        (["MODEL", "--prompts", "PROMPTS", "--reward", "vader"], "model.path"),
+        (["MODEL", "--prompts", "PROMPTS", "--reward", "vader", "model.path=random:tiny",
+          "sampling.suppress_token_ids=[256]"], "MODEL"),
         (["gone", "--prompts", "PROMPTS", "--reward", "vader", "model.path=random:tiny"], "MODEL"),
         (["MODEL", "--prompts", "PROMPTS", "--reward", "vader", "model.path=random:tiny",
           "sampling.max_new_tokens=999"], "prompts.max_tokens"),
@@ -91,4 +101,60 @@ def test_what_cannot_be_evaluated_is_refused_by_its_key(
 ) -> None:
     put = {"MODEL": model, "PROMPTS": f"{folder}/prompts.jsonl"}
     assert main(["evaluate", *(put.get(word, word) for word in arguments)]) == 2
-    assert f"refused {key}: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"refused {key}: " in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "t5"}, "no causal language model of its kind (model_type = 't5')"),
+        ({"model_type": "mamba"}, "MambaForCausalLM has no cache of keys and values"),
+        ({"hidden_size": "64"}, "transformers cannot load it: Validation error for field 'hidden_size'"),
+        ({"vocab_size": 64}, "its vocab_size is 64, so it has no token 119"),
+        ({"hidden_size": 32}, "tensors are missing or have other shapes (model."),
+        ({"num_hidden_layers": 5}, "tensors are missing or have other shapes (model.layers.4."),
+        ({}, "transformers cannot load it: Error while deserializing header"),
+    ],
+)
+def test_a_model_that_cannot_continue_the_prompts_is_refused(
+    folder: Path, model: str, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
+) -> None:
+    """Without changes to config.json, the file of weights is cut short."""
+    changed = shutil.copytree(model, folder / "changed")
+    change_config(changed, **changes)
+    if not changes:
+        os.truncate(changed / "model.safetensors", 1000)
+    given = ["--prompts", f"{folder}/prompts.jsonl", "--reward", "vader", "model.path=random:tiny"]
+    assert main(["evaluate", str(changed), *given]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("refused MODEL: given ")
+    assert said in last
+
+
+def test_all_problems_of_a_command_are_reported_at_once(
+    folder: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "gone", "--prompts", "gone.jsonl", "--reward", "nope"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("refused ").partition(": ")[0] for line in lines] == [
+        "MODEL", "evaluate.prompts.url", "evaluate.reward.kind",
+    ]  # fmt: skip
+    assert main(["evaluate", "gone"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("refused ").partition(": ")[0] for line in lines] == ["--prompts", "--reward", "MODEL"]
+
+
+def test_the_directory_of_a_run_is_refused_with_its_versions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "c.yaml").rename(folder / "config.yaml")
+    version = folder / "weights" / "v000002"
+    version.mkdir(parents=True)
+    assert main(["evaluate", str(folder), f"{folder}/config.yaml", f"prompts.url={folder}/prompts.jsonl"]) == 2
+    assert f"it is a run's directory: give a version, {version}" in capsys.readouterr().err
+
+
+def test_only_the_model_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate"])
+    assert capsys.readouterr().err.rstrip().endswith("the following arguments are required: MODEL")

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config.identity import CHANGEABLE_KEYS, change_problems, config_changes, config_sections, flatten_sections
 from pipeline.config.loading import config_hash, flatten, load_config, read_run_config, to_yaml, variant_config
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from tests.support.paths import ROOT, TINY
@@ -93,24 +94,25 @@ def test_a_run_may_become_longer_where_no_learning_rate_depends_on_its_end() -> 
     assert "the run has 4: a run may become longer, not shorter" in shorter.need
     (decaying,) = change_problems(config_sections(load("steps=4")), load("steps=9"))
     assert "the learning rates depend on it" in decaying.need
+    assert "/tiny/config.yaml name=tiny-9 steps=9`" in decaying.need, "random weights: a new run of nine steps"
 
 
-@pytest.mark.parametrize(("frozen", "reference"), [(0, "assets/some-model"), (1, None)])
-def test_the_command_that_begins_with_the_last_version_is_a_run(
-    tmp_path: Path, frozen: int, reference: str | None
-) -> None:
-    """Nine steps in all. The other settings stay, and the reference too, unless it shares blocks with the policy."""
-    other = ("model.path=assets/some-model", f"model.frozen_blocks={frozen}", f"runs_dir={tmp_path}", "steps=4")
+def test_the_command_that_begins_with_the_last_version_is_a_run(tmp_path: Path) -> None:
+    """Nine steps in all. The other settings stay, and the reference too. The run must have ended."""
+    other = ("model.path=assets/some-model", "model.frozen_blocks=1", f"runs_dir={tmp_path}", "steps=4")
     before, after = load(*other), load(*other, "steps=9")
     before.run_dir.mkdir()
     (before.run_dir / "config.yaml").write_text(to_yaml(before))
+    (unfinished,) = change_problems(config_sections(before), after)
+    assert f"Finish the run first (`stageline resume {before.run_dir}`)" in unfinished.need
+    RunPaths(before.run_dir).weights(4).mkdir(parents=True)
     (problem,) = change_problems(config_sections(before), after)
     command = re.search("`stageline run ([^`]+)`", problem.need)
     assert command is not None
     file, *changes_of_it = command[1].split()
     new = load_config([file], changes_of_it)
     assert (new.steps, new.model.path) == (5, f"{before.run_dir}/weights/v000004")
-    assert new.model.reference_path == reference
+    assert new.model.reference_path == "assets/some-model"
     assert new.run_dir.parent == before.run_dir.parent
     assert not new.run_dir.exists()
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.loading import SYNONYMS, UNSUPPORTED, config_hash, load_config, load_yaml, to_yaml
+from pipeline.config.loading import SYNONYMS, UNSUPPORTED, config_hash, load_config, load_yaml, setting_paths, to_yaml
 from pipeline.config.preflight import engine_line
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.rules import run_problems
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from stages.models.protocol import Role
-from tests.support.configs import keys
 
 BASE = """
 name: base
@@ -279,7 +278,7 @@ REFUSED = {
     "ppo.advantage=rloo rollout.responses_per_prompt=2 alarms.stop=[critic]": "alarms.stop",
     "alarms.stop=[equal_groups]": "alarms.stop",
     # rewards, and which version is the best
-    "reward={parts: {a: {kind: vader}}}": "reward.kind",
+    "reward={kind: vader, parts: {a: {kind: vader}}}": "reward.kind",
     "reward={kind: null, parts: [vader]}": "reward.parts",
     "reward.args=[a]": "reward.args",
     "reward={kind: null, parts: {a: {weight: 2}}}": "reward.parts.a.kind",
@@ -346,6 +345,12 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
         ("num_generations=8", "rollout.responses_per_prompt?"),
         ("reward_fn=f", "reward.kind?"),
         ("report_to=wandb", "tracking.uri, tracking.also?"),
+        ("sampling.max_tokens=9", "sampling.max_new_tokens?"),  # preferred to prompts.max_tokens
+        ("model.critic.learning_rate=1", "model.critic.lr?"),
+        ("STEPS=3", "steps?"),
+        ("reward.weight=2", "reward.parts.NAME.weight?"),  # below a mapping of names
+        ("gradient_checkpointing=true", "placement.gangs.NAME.layout.recompute?"),
+        ("rolout={rows: 8, shards: 2}", "rollout?"),  # a section, misspelt
     ],
 )
 def test_an_unknown_key_is_refused_with_one_spelt_alike(base: Path, change: str, suggestion: str) -> None:
@@ -354,9 +359,24 @@ def test_an_unknown_key_is_refused_with_one_spelt_alike(base: Path, change: str,
     assert refusal.value.key == change.partition("=")[0]
 
 
-def test_a_key_in_another_systems_section_is_recognised(base: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such key.*did you mean ppo\.advantage\?"):
-        load(base, "algorithm.adv_estimator=grpo")
+def test_each_key_in_another_systems_section_has_its_own_suggestion(base: Path) -> None:
+    """The names are those of verl. They come from a file and from overrides, and may refer to one another."""
+    verl = base.with_name("verl.yaml")
+    verl.write_text("trainer: {total_epochs: 3, n_gpus_per_node: '${trainer.nnodes}', nnodes: 2, zzzz: 1}")
+    rollout = ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.top_p=0.9")
+    with pytest.raises(ConfigError) as refusal:
+        load_config([base, verl], ["data.train_batch_size=64", "data.max_response_length=32", *rollout])
+    asked = r"^(\S+): no such key \(in [^)]*\)[;:] (?:did you mean (.*)\?|(.{12}).*)$"
+    assert {key: meant or text for key, meant, text in re.findall(asked, str(refusal.value), re.MULTILINE)} == {
+        "trainer.total_epochs": "steps",
+        "trainer.n_gpus_per_node": "placement.gangs.NAME.workers",
+        "trainer.nnodes": "placement.gangs.NAME.workers, slurm.gangs.NAME.nodes",
+        "trainer.zzzz": "docs/coming-",
+        "data.train_batch_size": "rollout.rows",
+        "data.max_response_length": "sampling.max_new_tokens",
+        "actor_rollout_ref.rollout.n": "rollout.responses_per_prompt",
+        "actor_rollout_ref.rollout.top_p": "it is left o",
+    }
 
 
 def test_an_unknown_key_like_no_other_is_refused_with_what_its_section_has(base: Path) -> None:
@@ -366,17 +386,42 @@ def test_an_unknown_key_like_no_other_is_refused_with_what_its_section_has(base:
         load(base, "zzzz=1")
 
 
-@pytest.mark.parametrize("key", ["sampling.top_p", "top_k", "sampling.stop"])
-def test_a_setting_that_is_absent_on_purpose_is_refused_with_the_reason(base: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("sampling.top_p", "top_p"),
+        ("top_k", "top_k"),
+        ("sampling.topp", "top_p"),
+        ("sampling.stop", "stop"),
+        ("stop", "stop"),
+    ],
+)
+def test_a_setting_that_is_absent_on_purpose_is_refused_with_the_reason(base: Path, key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load(base, f"{key}=1")
     assert refusal.value.key == key
-    assert UNSUPPORTED[key.rpartition(".")[2]] in str(refusal.value)
+    assert UNSUPPORTED[meant] in str(refusal.value)
+
+
+def test_another_kind_of_reward_replaces_the_arguments_of_the_one_before(base: Path) -> None:
+    """`base` gives one kind with arguments. Arguments of the new kind stay, also before it on the command line."""
+    assert load(base, "reward.kind=format").reward.args == {}
+    assert load(base, "reward.kind=characters").reward.args == {"characters": "aeiou"}
+    both = load(base, "reward.args.pattern=x", "reward.kind=format").reward
+    assert (both.kind, both.args) == ("format", {"pattern": "x"})
+    parts = load(base, "reward.parts={a: {kind: characters, args: {characters: x}}}").reward
+    assert (parts.kind, parts.args, parts.parts["a"].args) == (None, {}, {"characters": "x"})
+    other_kind = load(base, "reward.parts={a: {kind: characters, args: {characters: x}}}", "reward.parts.a.kind=format")
+    assert other_kind.reward.parts["a"].kind == "format"
+    assert other_kind.reward.parts["a"].args == {"characters": "x"}, "overrides of one command belong together"
+    for first in ("reward.parts={a: {kind: characters}}", "reward={parts: {a: {kind: vader}}}"):
+        for later in ("reward={kind: format}", "reward.kind=format"):
+            replaced = load(base, first, later).reward
+            assert (replaced.kind, replaced.parts) == ("format", {})
 
 
 def test_other_systems_names_stand_beside_keys_that_exist() -> None:
-    paths = {*keys(RunConfig(), ""), *keys(RewardModelConfig(), "")}
-    assert SYNONYMS.keys() <= paths
+    assert SYNONYMS.keys() <= {*setting_paths(RunConfig), *setting_paths(RewardModelConfig)}
 
 
 REINFORCE = "ppo.advantage=reinforce_pp"
@@ -493,7 +538,8 @@ def test_exported_versions(base: Path, changes: tuple[str, ...], expected: list[
 def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:
     text = to_yaml(load(base)).replace("  critic:\n", "  value:\n")
     with pytest.raises(
-        ConfigError, match=r"^model\.value: no such key \(in the saved config\); did you mean model\.policy\."
+        ConfigError,
+        match=r"^model\.value\.optimizer: no such key \(in the saved config\); did you mean model\.policy\.",
     ):
         load_yaml(text)
 

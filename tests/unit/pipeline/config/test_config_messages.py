@@ -72,6 +72,7 @@ def test_unknown_keys_and_wrong_types_of_all_sources_are_said_at_once(base: Path
         (("steps=ten", "staleness=-1", "rollout.rows=0"), ["steps", "staleness", "rollout.rows"]),
         (("rollout.shards=two", "rollout.rows=3"), ["rollout.shards"]),  # it is not the default that does not divide
         (("rollout=5", "ppo.minibatches=7", "ppo.clip=2"), ["rollout", "ppo.clip"]),
+        (("data.a=1", "data.b=2", "steps=0"), ["data.a", "data.b", "steps"]),
         (("rollout.rows=-3",), ["rollout.rows"]),
         (("seed=${nope}", "steps=x"), ["steps", "seed"]),
     ],
@@ -99,9 +100,9 @@ MISTAKES = {
     "use_vllm=true": "use_vllm",
     "lora_r=16": "lora_r",
     "reward_funcs=my_rewards.f": "reward_funcs",
-    "algorithm.adv_estimator=grpo": "algorithm",
-    "actor_rollout_ref.rollout.n=5": "actor_rollout_ref",
-    "trainer.total_epochs=15": "trainer",
+    "algorithm.adv_estimator=grpo": "algorithm.adv_estimator",
+    "actor_rollout_ref.rollout.n=5": "actor_rollout_ref.rollout.n",
+    "trainer.total_epochs=15": "trainer.total_epochs",
     "sampling.top_p=0.9": "sampling.top_p",
     "sampling.stop=[User]": "sampling.stop",
     "ppo.advantage=grpo": "ppo.advantage",
@@ -179,11 +180,13 @@ def test_settings_without_a_value_are_said_at_once() -> None:
 
 
 def test_what_the_disk_refuses_is_said_at_once(base: Path, tmp_path: Path) -> None:
-    changes = ("prompts.field=question", "reward.args.limit=1", "sampling.suppress_token_ids=[999]")
-    config = load(base, write_prompts(tmp_path, 3), *changes)
+    tokens = ("sampling.suppress_token_ids=[999]", "model.eos_token_ids=[999]")
+    config = load(base, write_prompts(tmp_path, 3), "prompts.field=question", "reward.args.limit=1", *tokens)
     with pytest.raises(ConfigError) as caught:
         preflight(config)
-    assert {error.key for error in caught.value.errors} >= {"sampling.suppress_token_ids", "reward.args.limit"}
+    assert {error.key for error in caught.value.errors} >= {
+        "sampling.suppress_token_ids", "model.eos_token_ids", "reward.args.limit",
+    }  # fmt: skip
     assert "prompts.field" in str(caught.value)
 
 
@@ -222,10 +225,14 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
         ("name=", "name: no value given (in {}); must be a text"),
         ("storage.fsync=perhaps", "storage.fsync: given 'perhaps' (in {}); must be true or false"),
         ("model.dtype=int8", "model.dtype: given 'int8' (in {}); must be one of float32, bfloat16, float16"),
+        (
+            "ppo.kl.estimator=low_var_kl",
+            "ppo.kl.estimator: given 'low_var_kl' (in {}); must be one of k1, k2, k3 (low_var_kl is called k3 here)",
+        ),
         ("prompts.held_out=x", "prompts.held_out: given 'x' (in {}); must be a whole number, or null"),
         (
             "model.eos_token_ids=[a]",
-            "model.eos_token_ids: given ['a'] (in {}); must be a list, each element a whole number",
+            "model.eos_token_ids: given ['a'] (in {}); must be a list ([a, b]), each element a whole number",
         ),
         (
             "reward.kind=mine:",
@@ -278,6 +285,18 @@ def test_the_same_where_it_does_something(base: Path) -> None:
     load(base, *grouped, "ppo.advantage=group_mean", "reward.normalize.scale=true")
     load(base, *grouped, "reward.normalize={mean: true, scale: true, clip: 2}")
     load(base, "reward.normalize.mean=true")
+
+
+def test_check_notes_what_is_too_large_for_the_number_of_steps(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [write_prompts(tmp_path, 12), f"runs_dir={tmp_path}/runs", "steps=4"]
+    assert main(["check", str(base), *changes, "model.policy.warmup_steps=100", "staleness=100"]) == 0
+    said = capsys.readouterr().out
+    assert "model.policy.warmup_steps=100 is more than steps=4: the learning rate ends at 4% of model.policy.lr" in said
+    assert "staleness=100 has the effect of staleness=3, because steps=4" in said
+    assert main(["check", str(base), *changes, "model.policy.warmup_steps=4", "staleness=3"]) == 0
+    assert "note:" not in capsys.readouterr().out
 
 
 # ---- defaults --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pipeline.config.sections import TrackingConfig
 from pipeline.errors import ConfigError
 from stages.engines.remote.process import ENVIRONMENTS, Environment, environment_problem
 from stages.models.config import LayoutConfig
-from stages.models.hf_weights import read_weights
+from stages.models.hf_weights import read_weights, write_model
 from stages.models.layouts import check_layout
 from stages.models.protocol import Role
 from stages.models.spec import read_config, read_spec, spec_of, tensor_shapes
@@ -356,6 +356,14 @@ def test_reference_and_critic_may_have_models_of_their_own(folder: Path) -> None
     preflight(load(folder, *changes))
 
 
+def test_a_rounded_export_has_the_frozen_blocks_of_its_model_if_the_run_rounds_as_well(folder: Path) -> None:
+    write_model(folder / "rounded", "random:tiny", {}, "bfloat16")
+    changes = (f"model.reference_path={folder}/rounded", "model.frozen_blocks=1")
+    preflight(load(folder, *changes, "model.dtype=bfloat16"))
+    with pytest.raises(ConfigError, match="is another"):
+        preflight(load(folder, *changes))
+
+
 @pytest.mark.parametrize("role", ["reference", "critic"])
 @pytest.mark.parametrize(
     ("model", "overrides", "parts"),
@@ -508,9 +516,16 @@ def test_a_directory_with_another_config_is_refused(folder: Path) -> None:
     RunPaths(config.run_dir).config.write_text(to_yaml(config))
     check_run_directory(config, resume=False)  # the same config, and nothing has run: it may start
     for resume in (False, True):
-        with pytest.raises(ConfigError, match=r"holds a run with another config .*Choose another name=") as refusal:
+        with pytest.raises(ConfigError, match=r"without these settings: seed=1\. Choose another name=") as refusal:
             check_run_directory(load(folder, "seed=1"), resume=resume)
         assert refusal.value.key == "name"
+    for change, way in (
+        ("evaluate.every=3", f"`stageline resume {config.run_dir} evaluate.every=3`"),
+        ("steps=11", "steps=11`"),
+    ):
+        with pytest.raises(ConfigError, match=r"continues it|A new run") as refusal:
+            check_run_directory(load(folder, change), resume=False)
+        assert way in str(refusal.value)
 
 
 def test_a_directory_that_holds_this_run_is_for_resume(folder: Path) -> None:
@@ -522,6 +537,10 @@ def test_a_directory_that_holds_this_run_is_for_resume(folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"`stageline resume {paths.root}` continues it"):
         check_run_directory(config, resume=False)
     check_run_directory(config, resume=True)
+    constant = ("model.policy.decay=constant", "model.critic.decay=constant")
+    paths.config.write_text(to_yaml(load(folder, *constant)))
+    with pytest.raises(ConfigError, match=f"`stageline resume {paths.root} steps=99` makes it longer"):
+        check_run_directory(load(folder, *constant, "steps=99"), resume=False)
 
 
 def test_a_run_that_has_lost_its_journal_is_not_begun_again(folder: Path) -> None:

@@ -54,6 +54,28 @@ def test_what_is_no_reward_model_is_refused_by_its_key(folder: Path) -> None:
     assert "RUN/model, which `stageline reward train` exports" in said
 
 
+@pytest.mark.parametrize(
+    ("reward", "keys"),
+    [
+        ("{kind: model}", ["args.path"]),
+        ("{kind: model, args: {paths: [x]}}", ["args.path"]),
+        ("{kind: local_judge}", ["args.path"]),
+        ("{parts: {a: {kind: model}}}", ["parts.a.args.path"]),
+        ("{kind: ensemble}", ["args.members"]),
+        ("{kind: ensemble, args: {members: []}}", ["args.members"]),
+        ("{kind: ensemble, args: {members: {a: vader, b: {kind: model}}}}",
+         ["args.members.a", "args.members.b.args.path"]),
+    ],
+)  # fmt: skip
+def test_a_model_that_a_reward_does_not_name_is_refused_when_the_config_is_read(
+    folder: Path, reward: str, keys: list[str]
+) -> None:
+    """So whatever reads a config can look up the models of its rewards."""
+    with pytest.raises(ConfigError) as refused:
+        load_config([arguments(folder)[0]], [*arguments(folder)[1:], f"evaluate.reward={reward}"])
+    assert refused.value.keys == [f"evaluate.reward.{key}" for key in keys]
+
+
 def test_a_gang_that_holds_other_models_is_refused(folder: Path) -> None:
     said = refusal_of(load(folder, own_gang=False))
     assert said.startswith("placement.roles.score: given 'all'; evaluate.reward.parts.learned is a model ")

@@ -189,16 +189,19 @@ def holding(metrics: Mapping[str, float], **facts: bool) -> list[str]:
     ("metrics", "facts", "rules"),
     [
         ({}, {}, []),
-        ({"group/equal_fraction": 0.5}, {}, ["equal_groups"]),
+        ({"group/equal_fraction": 0.75}, {}, ["equal_groups"]),
         ({"response/truncated_fraction": 0.5}, {}, ["cut_responses"]),
         ({"response/truncated_fraction": 0.5}, {"has_fixed_length": True}, []),
         ({"reward/std": 1e-17}, {}, ["constant_score"]),
+        ({"reward/std": 0.0, "group/equal_fraction": 1.0, "policy/grad_norm_max": 0.0}, {}, ["constant_score"]),
         (SAME_LENGTH, {}, ["constant_length"]),
         (SAME_LENGTH, {"has_fixed_length": True}, []),
         ({**SAME_LENGTH, "response/truncated_fraction": 1.0}, {}, ["cut_responses"]),
         ({"policy/lr": 0.0, "policy/optimizer_steps": 0.0}, {}, ["unmoved"]),
         ({"policy/lr": 0.0, "policy/optimizer_steps": 0.0}, {"trains_only_critic": True}, []),
         ({"policy/grad_norm_max": 0.0}, {}, ["unmoved"]),
+        ({"kl/ref_per_token": 0.0}, {}, []),
+        ({"kl/ref_per_token": 0.0}, {"is_trained": True}, ["unmoved"]),
     ],
 )
 def test_the_signs_of_a_run_that_learns_nothing(

@@ -136,10 +136,8 @@ def test_numbers_of_a_step(history: History) -> None:
 def test_when_a_step_is_over(history: History) -> None:
     a_step(history)
     assert history.finished_steps() == []
-    assert not history.is_step_finished(1)
     commit(history, "update_critic", 1, 108.0, 1.0)
     assert history.finished_steps() == [1]
-    assert history.is_step_finished(1)
     commit(history, "update_policy", 2, 110.0, 1.0)
     commit(history, "update_critic", 2, 110.0, 1.0)
     assert history.finished_steps() == [1], "its records of rows and advantages were damaged: no number of it is known"
@@ -147,7 +145,7 @@ def test_when_a_step_is_over(history: History) -> None:
     commit(history, "generate", 2, 108.0, 1.0, 0)
     commit(history, "generate", 2, 108.0, 1.0, 1)
     assert history.finished_steps() == [1, 2]
-    assert not history.is_step_finished(2), "version 3 is not published"
+    assert history.step_ends(2) == [Address("update_policy", 2), Address("update_critic", 2), Address("publish", 3)]
 
 
 def test_an_evaluation_is_there_when_all_its_shards_are(history: History) -> None:

@@ -103,7 +103,7 @@ def test_a_critic_worse_than_a_constant_for_long() -> None:
     bad = {"critic/explained_variance": -0.5}
     assert find_unhealthy_numbers([bad] * (MAX_NEGATIVE_STEPS - 1)) == []
     assert find_unhealthy_numbers([bad, {}, *[bad] * (MAX_NEGATIVE_STEPS - 1)]) == [
-        "explained variance -0.50 < 0 for 5 steps"
+        "explained variance -0.50 < -0.05 for 5 steps"
     ]
     assert find_unhealthy_numbers([*[bad] * MAX_NEGATIVE_STEPS, {"critic/explained_variance": 0.1}]) == []
 

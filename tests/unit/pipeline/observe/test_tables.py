@@ -69,7 +69,7 @@ def test_summary_in_words() -> None:
     loss = TrainerLoss(12.0, "train", "its process ended", 3.0, 8.0)
     lost = lines(dataclasses.replace(SUMMARY, trainer_losses=(loss, loss), trainer_lost_s=8.0))
     assert lost["trainer lost"] == "2 times (8.0 s until it trained again)"
-    alarmed = lines(dataclasses.replace(SUMMARY, alarms=2, alarms_by_rule={"kl": 1, "entropy": 2}))
+    alarmed = lines(dataclasses.replace(SUMMARY, alarms=5, alarms_by_rule={"mismatch": 2, "kl": 1, "entropy": 2}))
     assert alarmed["alarms"] == "5 (mismatch 2, kl 1, entropy 2; events.jsonl says when and why)"
 
 

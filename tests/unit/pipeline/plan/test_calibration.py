@@ -108,6 +108,16 @@ def test_drafts_are_those_of_the_runs_that_made_some() -> None:
         assert costs_of(planned("tiny", *changes, on_gpus=False), CLUSTER, found, 12.0).engine.fed_per_pass == fed
 
 
+def test_a_term_that_was_taken_for_small_may_be_large() -> None:
+    """Three kinds of passes, with other shares of element-wise operations. A node has 15 ms of fixed costs, of which
+    one was assumed."""
+    works = [(0.140, 0.030), (0.044, 0.020), (0.008, 0.001)] * 9
+    nodes = [Measurement("forward", r / 0.8 + e / 0.5 + 0.015, r, 0.0, e) for r, e in works]
+    found, _ = fit(nodes, StageSpeed(0.3, 0.3, call_s=0.001, node_s=0.001))
+    assert (found.efficiency, found.element_efficiency) == pytest.approx((0.8, 0.5), rel=0.05)
+    assert found.node_s == pytest.approx(0.015, rel=0.05)
+
+
 def test_a_stalled_node_counts_less() -> None:
     """One of many generations takes 100 times as long."""
     (given,) = (executed("one", scatter=0.05, steps=12),)

@@ -11,7 +11,7 @@ import pytest
 import pipeline.plan.links
 from pipeline.config.hardware import read_cluster
 from pipeline.config.memory import workers_memory
-from pipeline.plan.calibration import STAGE_KIND, StageSpeed, typical
+from pipeline.plan.calibration import ELEMENTS, STAGE_KIND, StageSpeed, typical
 from pipeline.plan.cost import CALLS, FIXED, Costs, costs_of
 from pipeline.plan.training import ARITHMETIC, BUBBLE, DATA, OPTIMIZER, TENSOR, WEIGHTS
 from stages.models.flops import forward_flops, update_flops
@@ -42,7 +42,7 @@ def test_every_node_of_a_shipped_config_has_a_cost(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny, frozen", *ON_GPUS])
-def test_shards_that_are_computed_together_take_as_long_as_each_alone(name: str) -> None:
+def test_nodes_that_are_computed_together_take_as_long_as_each_alone(name: str) -> None:
     """Short and long rows: memory or arithmetic limits them, one or several micro-batches, one or several threads."""
     file, _, more = name.partition(", ")
     changes = ["model.frozen_blocks=2", "placement.gangs.train.threads=2"] if more else []
@@ -51,9 +51,9 @@ def test_shards_that_are_computed_together_take_as_long_as_each_alone(name: str)
     count = found.run.config.rows_per_shard
     shards = [[1] * count, [7 * n + 1 for n in range(count)], [4096] * count]
     for stage, node in nodes_by_stage(found).items():
-        if stage in ("score", "reference", "logprob", "value"):
+        if stage not in ("generate", "evaluate", "canary", "canary_logprob"):
             alone = [found.seconds(node, lengths) for lengths in shards]
-            assert found.seconds_of_shards(node, shards) == pytest.approx(alone, rel=1e-12), stage
+            assert found.seconds_of_nodes(stage, np.array(shards)) == pytest.approx(alone, rel=1e-12), stage
 
 
 def only_products(found: Costs, **peaks: float) -> Costs:
@@ -105,7 +105,13 @@ def test_operations_on_single_numbers_take_a_cpu_s_float32_time() -> None:
     found = costs("tiny", "1xcpu", *TINY)
     gang = replace(found.models["train"], flops=1e15, bytes_per_s=1e15, small_flops=math.inf, element_flops=1e9)
     work = replace(found, models={"train": gang}).work(nodes_by_stage(found)["reference"], [8] * 8)
-    assert work.parts[ARITHMETIC] == pytest.approx(50 * 1_318_912 / 1e9, rel=1e-5)
+    assert work.parts[ELEMENTS] == pytest.approx(50 * 1_318_912 / 1e9)
+
+
+def test_few_cores_reach_a_part_of_the_node_s_bandwidth() -> None:
+    node = replace(read_cluster("1xcpu").hardware, memory_bytes_per_s=100.0, core_bytes_per_s=30.0)
+    assert [node.host_bytes_per_s(cores) for cores in (1, 2, 4)] == [30, 60, 100]
+    assert replace(node, core_bytes_per_s=None).host_bytes_per_s(1) == 100
 
 
 def test_frozen_blocks_are_called_for_each_width_of_a_micro_batch_s_rows() -> None:
@@ -141,6 +147,7 @@ def test_hardware_that_is_twice_as_fast_takes_half_the_time(name: str, monkeypat
     of = cluster.hardware
     rates = ("bf16_flops", "fp32_flops", "memory_bytes_per_s", "nvlink_bytes_per_s", "pcie_bytes_per_s")
     faster = {rate: 2 * getattr(of, rate) for rate in (*rates, "link_bytes_per_s")}
+    faster |= {"core_bytes_per_s": of.core_bytes_per_s and 2 * of.core_bytes_per_s}
     faster |= {latency: getattr(of, latency) / 2 for latency in ("nvlink_latency_s", "link_latency_s")}
     run = planned(name, on_gpus=cluster.gpus > 0)
     slow, fast = (costs_of(run, replace(cluster, hardware=hardware), PEAKS) for hardware in (of, replace(of, **faster)))
@@ -362,9 +369,10 @@ def test_a_decoding_pass_reads_all_weights(name: str) -> None:
 
 
 def test_a_speed_divides_the_roofline_and_adds_to_it() -> None:
-    speed = StageSpeed(efficiency=0.25, call_s=0.5, node_s=3.0)
+    speed = StageSpeed(efficiency=0.25, element_efficiency=0.5, call_s=0.5, node_s=3.0)
     peaks, slower = costs("tiny", "1xcpu"), costs("tiny", "1xcpu", calibration=replace(PEAKS, update=speed))
     node, lengths = nodes_by_stage(peaks)["update_policy"], [8] * 16
     work, parts = peaks.work(node, lengths), slower.parts(node, lengths)
-    assert math.fsum(parts.values()) == pytest.approx(4 * work.roofline + 0.5 * work.calls + 3)
+    fixed = 0.5 * work.calls + 3
+    assert math.fsum(parts.values()) == pytest.approx(4 * work.roofline - 2 * work.parts[ELEMENTS] + fixed)
     assert (parts[CALLS], parts[FIXED]) == (0.5 * work.calls, 3.0)

@@ -44,14 +44,17 @@ class Recorded:
     def after_rows_s(self, *, beside: bool) -> float:
         return 0.0
 
-    def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+    def seconds(self, node: Node) -> float:
         seconds = self.finished[node.address].seconds
         assert seconds is not None
         return seconds
 
+    def behind_s(self, gang: str, stage: str) -> float:
+        return 0.0
+
     def overhead(self, node: Node) -> float:
         end = self.finished[node.address]
-        start = end.t - self.seconds(node, ())
+        start = end.t - self.seconds(node)
         ends = [self.finished[parent].t for parent in node.parents]
         if node.role not in (Role.SCORE, Role.ADVANTAGE):
             ends += [one.t for one in self.finished.values() if one.worker == end.worker and one.t <= start]

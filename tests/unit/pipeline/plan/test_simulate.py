@@ -72,6 +72,20 @@ def test_times_with_a_staleness_of_one() -> None:
     assert played.staleness == {0: 2, 1: 10}
 
 
+def test_a_worker_computes_while_it_commits() -> None:
+    """eta = 1, as above. The reference, the log-probs and the values are committed for half a second each. The trainer
+    computes the next node meanwhile: 19.25 - 3 * 0.5. The busy seconds and the critical path count no second twice."""
+    behind = dict.fromkeys(("reference", "logprob", "value"), 0.5)
+    gangs = (*APART[:2], Gang("train", TRAIN.roles, 1))
+    played, found = played_all(scenario(GraphSpec(6, 1, 1), replace(CHAIN, behind=behind), gangs))
+    assert played.step_s[2:4] == pytest.approx([17.75, 17.75])
+    assert played.busy_s["train"] == pytest.approx(6 * 17.75 + 0.25)
+    assert sum(played.path_s.values()) == pytest.approx(played.wall_s)
+    of_trainer = sorted((one for one in found if one.submit.gang == "train"), key=lambda one: one.started_s)
+    overlaps = [before.finished_s - after.started_s for before, after in itertools.pairwise(of_trainer)]
+    assert max(overlaps) == pytest.approx(0.5)
+
+
 def test_overheads_delay_what_waits_for_them() -> None:
     """Synchronous and without a critic: publish, generate, reference, logprob, advantage, update: six nodes a step."""
     spec = GraphSpec(4, 1, 0, has_critic=False)
@@ -137,9 +151,9 @@ def test_an_engine_that_drains_holds_newer_shards_back() -> None:
     """`latest`, eta = 1, one shard a step, 2 slots; generate[1] takes three times as long as the others."""
 
     class Slow(FixedCosts):
-        def seconds(self, node: Node, lengths: Sequence[int]) -> float:
+        def seconds(self, node: Node) -> float:
             slow = 3.0 if node.address == Address("generate", 1) else 1.0
-            return slow * super().seconds(node, lengths)
+            return slow * super().seconds(node)
 
     gang = Gang("generate", frozenset({Role.GENERATE}), 1, 2)
     costs = Slow({"generate": 10.0, "publish": 1.0})

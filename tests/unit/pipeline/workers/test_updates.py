@@ -401,6 +401,41 @@ def test_the_loser_of_a_race_with_other_weights_is_refused(run: Run) -> None:
     assert updates.host.dirty(Role.POLICY)
 
 
+def test_a_late_update_with_other_weights_saves_no_checkpoint(run: Run) -> None:
+    """Its step is closed, so the store takes its commit at first. Its checkpoint would replace one that counts."""
+    where, address = provenance_here(seed=0, config_hash="test"), Address("update_policy", 0)
+    run.ledger.commit(Commit(address, "a0-other", None, 0, {}, where, time.time(), digest="0" * 64))
+    run.ledger.close(0, [address])
+    updates = run.process(every=1)
+
+    def commit(metrics: dict[str, float], digest: str) -> Commit:
+        late = Commit(address, "a0-late", None, 0, {}, where, time.time(), digest=digest)
+        return run.ledger.commit(late, closed=False)
+
+    with pytest.raises(ReplayMismatch, match=r"0{64}"):
+        updates.update(Role.POLICY, 0, commit, is_first=True)
+    assert updates.host.dirty(Role.POLICY)
+    assert run.checkpoints.versions("policy") == []
+
+
+def test_an_update_that_is_not_looked_for_is_trained_and_an_earlier_commit_wins(
+    run: Run, digests: dict[Role, list[str]]
+) -> None:
+    """A driver knows of no commit when it hands a node out for the first time. A worker of an earlier driver may still
+    have made one: the update is committed once, and the weights are the same."""
+    earlier = run.update(run.process(), Role.POLICY, 0)
+    updates = run.process()
+
+    def commit(metrics: dict[str, float], digest: str) -> Commit:
+        where = provenance_here(seed=0, config_hash="test")
+        return run.store.commit_only(Address("update_policy", 0), where, attempt="a0-late", digest=digest)
+
+    assert updates.update(Role.POLICY, 0, commit, is_first=True) == earlier
+    assert run.ledger.find(Address("update_policy", 0)) == earlier
+    assert not updates.host.dirty(Role.POLICY)
+    assert updates.host.digest(Role.POLICY) == digests[Role.POLICY][1]
+
+
 def test_checkpoints_come_at_their_cadence_and_go(run: Run) -> None:
     updates = run.process(every=2, keep=1)
     for step in range(STEPS):

@@ -105,7 +105,8 @@ def test_an_answer_to_check_against_is_a_number_also_one_with_commas() -> None:
         ("repetition", {"n": 2.5}, "args.n"),
         ("length", {"target": "5"}, "args.target"),
         ("ensemble", {"members": ["vader", "vader"]}, "args.members"),
-        ("ensemble", {"members": {"a": {"kind": "vader", "args": None}, "b": {"kind": "vader"}}}, "args"),
+        ("ensemble", {"members": {"a": {"kind": "vader"}, "b": "vader"}}, "args.members.b"),
+        ("ensemble", {"members": {"a": {"kind": "vader", "args": None}, "b": {"kind": "vader"}}}, "args.members.a"),
     ],
 )
 def test_an_argument_of_another_type_is_refused(kind: str, args: dict[str, Any], key: str) -> None:

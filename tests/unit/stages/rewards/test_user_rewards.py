@@ -66,7 +66,10 @@ def test_it_sees_all_of_a_sample() -> None:
     [
         ("divides", ("raised ZeroDivisionError: division by zero", "row 31 (prompt 'p', response 'xyz')", "1 / (len(")),
         ("nothing", ("it returned None", "one number per sample", "rows 30 to 32")),
-        ("texts", ("it returned 'good' for sample 0",)),
+        ("texts", ("it returned '1.0' for sample 0",)),
+        ("of_texts", ("raised TypeError", "each sample is an object with the fields prompt, response, ")),
+        ("unwritable", ("raised PermissionError", "`writes: [PATH]`")),
+        ("unreachable", ("raised RuntimeError", "`network: true`")),
         ("dies", ("ended with exit status 7", "rows 30 to 32 (a batch of 3)")),
         ("crashes", ("was ended by SIGSEGV", "rows 30 to 32 (a batch of 3)")),
         ("leaves", ("ended with exit status 1", "rows 30 to 32 (a batch of 3)")),

@@ -397,7 +397,8 @@ _P_RECORDS, _I_RECORDS, _L_RECORDS = ctypes.c_void_p, ctypes.c_int, ctypes.c_int
 
 
 class WeightRecord(ctypes.Structure):
-    """The `struct weight` of kernels.h."""
+    """A packed weight as the C kernels take it: a pointer to its bytes, its two sizes and its dtype. The fields are
+    those of `struct weight` in kernels.h."""
 
     _fields_ = (("tiles", _P_RECORDS), ("out", _L_RECORDS), ("in", _L_RECORDS), ("dtype", _I_RECORDS))
 

@@ -75,7 +75,7 @@ class DecodeBatch(Protocol):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Arguments for the draws after a batch's tokens, on the device."""
+    """Arguments for sampling, as tensors on the device. One token is drawn after each of a batch's N tokens."""
 
     temperatures: Float32[torch.Tensor, " N"]
     keys: Int32[torch.Tensor, "N 2"]
@@ -94,8 +94,8 @@ def run_directly(run: Run) -> Run:
 
 
 class GraphCapture:
-    """Captures runs as CUDA graphs. Owns the stream for captures, and the memory of the graphs. All graphs share this
-    memory, since only one graph runs at a time."""
+    """Captures functions that launch kernels as CUDA graphs. Owns the stream on which they are captured, and the memory
+    of the graphs. All graphs share this memory, since only one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -131,9 +131,13 @@ class CapturedBatches:
         return sorted(self._replays)
 
     def takes(self, batch: DecodeBatch) -> bool:
-        """Return True if the batch can be captured. It must draw after every token, and have at most `SIZES[-1]` tokens
-        and at most `BANNED` banned tokens per draw. It must have no tree paths, and need no hidden states (a learned
-        drafter needs them)."""
+        """Return True if a CUDA graph can be captured for this batch. There are four conditions:
+
+        - A token is drawn after every token of the batch. So the batch feeds no prompts.
+        - It has at most `SIZES[-1]` tokens, and at most `BANNED` banned tokens per draw.
+        - It has no tree paths: the guesses of each row form a chain.
+        - It does not return hidden states, which a learned drafter would need.
+        """
         return (
             not batch.wants_hidden
             and batch.tree_paths is None
@@ -186,9 +190,10 @@ def size_for(num_tokens: int) -> int:
 def reads_no_new_key(batch: DecodeBatch) -> bool:
     """Return True if each row has one token, and no token reads a key that another token of the batch writes.
 
-    The second condition holds if each block that is written occurs only once in the tables. It may fail, since rows
-    share the full blocks of their prompts: one row may feed the last token of a block in the same batch in which
-    another row begins to read the block."""
+    To test the second condition, check that each block that is written occurs only once in the tables. A written block
+    can occur twice, since rows share the full blocks of their prompts. For example, one row feeds the last token of a
+    block, and in the same batch another row begins to read this block.
+    """
     if len(batch.tables) != len(batch.ids):
         return False
     written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]

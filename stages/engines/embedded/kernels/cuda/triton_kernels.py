@@ -55,7 +55,8 @@ _MINUS_INFINITY = tl.constexpr(float("-inf"))
 _ROUND_1 = tl.constexpr(0x7FEB352D)
 _ROUND_2 = tl.constexpr(0x846CA68B)
 _MINUS_UNIFORM = tl.constexpr(-(1.0 - 2.0**-24) * 2.0**-31)
-"""`sampling._UNIFORM_SCALE`, negated."""
+"""Factor that turns a random integer below 2^31 into a number w between -1 and 0. The Gumbel noise of a draw is
+computed from log(1 + w). The factor is `sampling._UNIFORM_SCALE` with a minus sign."""
 
 
 def load_triton_kernels(device: torch.device) -> TritonKernels:
@@ -79,7 +80,8 @@ class TritonKernels(TorchKernels):
     programs: int = 1
     """Number of attention programs that keep the whole device busy."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Vocabulary size -> its `sampling.token_words`. They are stored here because captured graphs keep reading them."""
+    """Vocabulary size -> the result of `sampling.token_words`: one word of mixed bits per token, from which noise is
+    computed. The words are stored here because captured graphs keep reading them."""
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -444,6 +446,7 @@ def _look(
     found: tl.tensor, places: tl.tensor, vocab: tl.tensor, num_banned: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Reduce one chunk of a row's logits [N, V] to four numbers in `found` [4, N, E] and a token in `places` [N, E].
+    There are N rows, V tokens in the vocabulary, and E chunks per row.
 
     Let l be logit / temperature, or the logit at temperature 0. The four numbers are
 
@@ -452,7 +455,8 @@ def _look(
     - max (l + noise), or max l at temperature 0,
     - l of the token at which the third number reaches its maximum. `places` gets this token.
 
-    The logits of banned tokens [N, B] count as minus infinity. Negative entries of `banned` stand for no token."""
+    The logits of banned tokens [N, B] count as minus infinity. Negative entries of `banned` stand for no token.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = i < vocab

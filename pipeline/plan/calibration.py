@@ -216,6 +216,11 @@ def load_calibration(file: str | Path) -> Calibration:
     if calibration.tokens_per_pass > most:
         need = f"a row gains a token and its right drafts: at most 1 + drafts_per_pass = {most:g}"
         problems.append(Problem("tokens_per_pass", calibration.tokens_per_pass, need))
+    for kind in KINDS:
+        speed: StageSpeed = getattr(calibration, kind)
+        if speed.store_s > speed.node_s:
+            need = f"is a part of the node's fixed seconds: at most {kind}.node_s = {speed.node_s:g}"
+            problems.append(Problem(f"{kind}.store_s", speed.store_s, need))
     if problems:
         raise join_errors([refusal(problem) for problem in problems])
     return calibration

@@ -277,13 +277,19 @@ def read_tokenizer(path: str, pad_token: str | None = None) -> Tokenizer:
     pad token is an EOS, `_unused_special` chooses. If `_unused_special` finds no token either, reading `pad_id` of the
     returned tokenizer raises PadTokenError.
 
-    Raises PadTokenError if `pad_token` is an EOS or not in the vocabulary."""
+    Raises PadTokenError if `pad_token` is an EOS or not in the vocabulary, and ValueError if the model has no EOS."""
     if is_random(path):
         return ByteTokenizer(int(read_config(path)["vocab_size"]))
     eos_ids = read_eos_ids(path)
     plain = plain_tokenizer(path)
     inner: Any = _load_tokenizer(path) if plain is None else plain
-    eos_ids = eos_ids or (int(inner.eos_token_id),)
+    if not eos_ids:
+        if inner.eos_token_id is None:
+            raise ValueError(
+                f"{path!r} has no token that ends a response: set eos_token_id in its config.json or "
+                "generation_config.json, or eos_token in its tokenizer_config.json"
+            )
+        eos_ids = (int(inner.eos_token_id),)
     source = inner if plain is None else plain.backend
     pad_id = inner.pad_token_id if pad_token is None else source.get_vocab().get(pad_token)
     if pad_id is None or int(pad_id) in eos_ids:

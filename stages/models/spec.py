@@ -147,6 +147,10 @@ class ModelSpec:
         return EMBEDDING if self.tied_embeddings else LM_HEAD
 
 
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+"""Keys of config.json that are sizes of the model."""
+
+
 def read_spec(path: str) -> ModelSpec:
     """Return the architecture of the model in a directory. Raises what `read_config` and `spec_of` raise."""
     return spec_of(read_config(path))
@@ -170,6 +174,9 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     for key in family.needs:
         if key not in config:
             raise ValueError(f"config.json has no {key}")
+    for key in _SIZES:
+        if key in config and int(config[key]) < 1:
+            raise ValueError(f"config.json: {key} = {config[key]!r}, must be at least 1")
     try:
         heads = int(config["num_attention_heads"])
         return ModelSpec(

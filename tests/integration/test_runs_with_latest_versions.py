@@ -146,7 +146,8 @@ def test_rows_in_flight_take_weights_as_they_are_published(
     (config.run_dir / "ledger" / f"{Address('generate', 1)}.json").unlink()
     assert main(["resume", str(config.run_dir)]) == 2
     assert "versions [0, 1], as they came" in capsys.readouterr().err
-    assert main(["resume", str(config.run_dir), "--from-checkpoint"]) == 0
+    exit_code = main(["resume", str(config.run_dir), "--from-checkpoint"])
+    assert exit_code == 0, capsys.readouterr().err
     assert verify_run(config).faults == []
 
 

@@ -37,8 +37,8 @@ def test_the_limit_is_a_multiple_of_what_rounding_makes_and_no_less_than_a_floor
 
 
 def test_less_is_allowed_to_an_engine_that_still_says_what_it_said() -> None:
-    """Two thirds of the limit, where it is nearer to its old word than to the trainer."""
-    found = [differs(d, 0.06, moved) for d, moved in ((0.061, 0.1), (0.059, 0.031), (0.05, 0.02), (0.039, 0.0))]
+    """Two thirds of the limit, where it is five times nearer to its old word than to the trainer."""
+    found = [differs(d, 0.06, moved) for d, moved in ((0.061, 0.1), (0.059, 0.013), (0.05, 0.009), (0.039, 0.0))]
     assert found == [True, False, True, False]
     assert not differs(0.05, 0.06, None)
 
@@ -46,6 +46,11 @@ def test_less_is_allowed_to_an_engine_that_still_says_what_it_said() -> None:
 def test_a_healthy_demo_raises_none() -> None:
     limit = alarm_limit(BFLOAT16_FLOOR_NATS, FIRST)
     assert not any(differs(d, limit, moved) for d, moved in zip(DIFFERENCES, MOVED, strict=True))
+
+
+def test_a_small_update_of_long_responses_in_bfloat16_raises_none() -> None:
+    """Measured with conf/run/grpo.yaml (seed 0): the update moved log-probs by a quarter of what rounding makes."""
+    assert not differs(0.0467, alarm_limit(BFLOAT16_FLOOR_NATS, 0.0155), 0.0117)
 
 
 def test_vllm_in_bfloat16_raises_none() -> None:

@@ -220,7 +220,8 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", ["efficiency: 1.5", "efficiency: 0.0", "call_s: -1.0", "speed: 1.0", "tokens_per_pass: 1.5"]
+    "changed",
+    ["efficiency: 1.5", "efficiency: 0.0", "call_s: -1.0", "speed: 1.0", "tokens_per_pass: 1.5", "store_s: 0.1"],
 )
 def test_a_file_with_a_wrong_number_is_refused(tmp_path: Path, changed: str) -> None:
     file = tmp_path / "here.yaml"

@@ -154,6 +154,11 @@ def test_a_tokenizer_of_its_file_alone_is_that_of_transformers(tmp_path: Path) -
     assert_equal_to_transformers(byte_level(tmp_path), *TEXTS)
 
 
+def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no token that ends a response: set eos_token_id in"):
+        read_tokenizer(str(byte_level(tmp_path, eos_token=None)))
+
+
 @pytest.mark.parametrize(
     ("config", "file", "content"),
     [

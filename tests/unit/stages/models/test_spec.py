@@ -90,6 +90,7 @@ def test_names_of_parts_and_back(feature: str, parts: int) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for 'llama', only 'silu'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0, must be at least 1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .* only None"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported, only 'default' and 'llama3'"),
     ],

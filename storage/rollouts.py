@@ -337,9 +337,11 @@ class RolloutStore:
             raise
         except StoreError:
             # Arrays of an earlier commit, which was archived, may still be in the place of an attempt's files until
-            # these are moved there.
+            # these are moved there, one after the other. A file that has left the attempt is in its place.
             chunks = self._in_attempt(commit)
-            return self._decode(commit, chunks if None not in chunks else self._in_place(commit))
+            if None in chunks:
+                chunks = [a if a is not None else b for a, b in zip(chunks, self._in_place(commit), strict=True)]
+            return self._decode(commit, chunks)
 
     def prefetch(self, addresses: Iterable[Address]) -> None:
         """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.

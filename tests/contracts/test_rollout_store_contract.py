@@ -21,7 +21,7 @@ from storage.config import Layout, Layouts
 from storage.errors import DroppedOutput, MissingOutput, StoreError
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
-from storage.rollouts import RolloutStore
+from storage.rollouts import RolloutStore, in_attempt
 from tests.support.processes import exit_status, start_python
 from tests.support.sampled_rows import rollout_of
 
@@ -55,8 +55,8 @@ def rollout(seed: int = 0, rows: int = ROWS) -> Rollout:
     )  # fmt: skip
 
 
-def advantages() -> Advantages:
-    g = np.random.default_rng(9)
+def advantages(seed: int = 9) -> Advantages:
+    g = np.random.default_rng(seed)
     a, b, c = (g.standard_normal((SHARDS * ROWS, SEQ)).astype(np.float32) for _ in range(3))
     return Advantages(a, b, c, g.random((SHARDS * ROWS, SEQ)) < 0.5)
 
@@ -390,6 +390,22 @@ class TestLocalStore(StoreContract):
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:
         return str(tmp_path / "run")
+
+    def test_arrays_of_an_archived_commit_do_not_mix_with_those_of_an_attempt_that_moves_there(
+        self, store: RolloutStore, ledger: Ledger, url: str
+    ) -> None:
+        """While the attempt's files move, one after the other, to the places where the archived commit's still are."""
+        address = Address("advantage", 0)
+        store.write(address, advantages(0), PROVENANCE)
+        ledger.set_aside(address, f"{url}/archive")
+        anew = store.prepare(address, advantages(1), PROVENANCE, attempt="a1-22222222")
+        assert Ledger(f"{url}/ledger").commit(anew) == anew
+        files_of_attempt = [Path(name) for name in self.attempts(url)]
+        assert len(files_of_attempt) > 1
+        for path in files_of_attempt:
+            place = next(key for key in store.keys_of(anew) if in_attempt(key).endswith(path.name))
+            files.move(files.open_root(url), str(path.relative_to(url)), place)
+            assert_same(RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS).read(address), advantages(1))
 
     @pytest.mark.processes
     def test_of_racing_processes_one_wins_and_the_others_leave_nothing(self, store: RolloutStore, url: str) -> None:

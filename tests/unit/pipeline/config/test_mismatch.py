@@ -49,8 +49,8 @@ def test_a_healthy_demo_raises_none() -> None:
 
 
 def test_a_small_update_of_long_responses_in_bfloat16_raises_none() -> None:
-    """Measured with conf/run/grpo.yaml (seed 0): the update moved log-probs by a quarter of what rounding makes."""
-    assert not differs(0.0467, alarm_limit(BFLOAT16_FLOOR_NATS, 0.0155), 0.0117)
+    """Measured with conf/run/grpo.yaml (seed 0, 32 rows, limit 0.05): log-probs moved a quarter of the difference."""
+    assert not differs(0.0467, BFLOAT16_FLOOR_NATS, 0.0117)
 
 
 def test_vllm_in_bfloat16_raises_none() -> None:

@@ -332,16 +332,13 @@ class RolloutStore:
         if kept is not None:
             return kept
         try:
-            return self._decode(commit, self._chunks(commit))
+            return self._decode(commit, self._found(commit, self._in_place, self._in_attempt, self._in_place))
         except (DroppedOutput, StoreRefused, StoreUnavailable):
             raise
         except StoreError:
             # Arrays of an earlier commit, which was archived, may still be in the place of an attempt's files until
             # these are moved there, one after the other. A file that has left the attempt is in its place.
-            chunks = self._in_attempt(commit)
-            if None in chunks:
-                chunks = [a if a is not None else b for a, b in zip(chunks, self._in_place(commit), strict=True)]
-            return self._decode(commit, chunks)
+            return self._decode(commit, self._found(commit, self._in_attempt, self._in_place))
 
     def prefetch(self, addresses: Iterable[Address]) -> None:
         """Read records of an object store into the cache, all at the same time, so that later reads take no round trip.
@@ -367,9 +364,7 @@ class RolloutStore:
 
         def look(commit: Commit) -> list[bytes | None]:
             with suppress(DamagedAttempt):
-                chunks = self._in_attempt(commit)
-                if None not in chunks:
-                    return chunks
+                return self._found(commit, self._in_attempt, self._in_place)
             return self._in_place(commit)
 
         for commit, chunks in zip(commits, files.map_items(self._run, look, commits), strict=True):
@@ -500,14 +495,15 @@ class RolloutStore:
         arrays = {name: template for name, template, _ in self._blocks(commit)}
         return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
-    def _chunks(self, commit: Commit) -> list[bytes | None]:
-        """Return the contents of a commit's files, in the order of `_chunk_keys`; None for a missing file.
+    def _found(self, commit: Commit, *looks: Callable[[Commit], list[bytes | None]]) -> list[bytes | None]:
+        """Return the contents of a commit's files, in the order of `_chunk_keys`; None for a missing file. `looks`: the
+        functions to look with, one after the other, for files that were not found before.
 
-        A file is at its final place in the Zarr hierarchy, or still in the attempt. Another process may move it there
-        at any time. So look at the final place, then in the attempt, and then once more at the final place.
+        A file is still in the attempt, or at its final place in the Zarr hierarchy. Another process may move it there
+        at any time. So a look at the final place must follow the look in the attempt.
         """
-        contents = self._in_place(commit)
-        for look in (self._in_attempt, self._in_place):
+        contents: list[bytes | None] = [None] * len(self._chunk_keys(commit))
+        for look in looks:
             if None not in contents:
                 break
             contents = [a if a is not None else b for a, b in zip(contents, look(commit), strict=True)]

@@ -9,7 +9,7 @@ at the bandwidth of a large copy or sum, whichever was faster in the same run. S
 is seen there.
 
 On a machine without a GPU only `--quick` runs, on a tiny shape: it shows that this file works, and nothing else.
-Needs torch, triton, transformers, safetensors, rich, psutil, jaxtyping and beartype. Never run on a GPU yet.
+Needs torch, triton, transformers, safetensors, rich, psutil, jaxtyping and beartype.
 """
 
 from __future__ import annotations

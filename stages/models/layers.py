@@ -144,8 +144,7 @@ class CausalAttention(MegatronModule):
 
     On a GPU one call computes all rows if three conditions hold: the heads are 16-bit, torch lets query heads share
     keys (`_SHARES_KEYS`), and the run need not be deterministic. (The backward pass of this call adds numbers up in an
-    order that varies. The call was never run on a GPU.) Otherwise there is one call for each group of adjacent rows of
-    the same length."""
+    order that varies.) Otherwise there is one call for each group of adjacent rows of the same length."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)

@@ -13,7 +13,7 @@ restart on another machine with the same processor. The times of both are measur
 16-bit product would take 7 to 30 times as long on these CPUs.
 
 **On CUDA** products always use cuBLAS. `set_numerics` sets TF32 and determinism for the whole process, including an
-engine in the process. (This code was never run on a GPU.) A CPU has no TF32, and the same calls on the same threads
+engine in the process. A CPU has no TF32, and the same calls on the same threads
 give the same bits.
 
 Shape suffixes: N rows, K inputs, M outputs.

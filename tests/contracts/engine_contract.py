@@ -455,6 +455,9 @@ class CoreContract:
 class KeyedContract:
     """`draws: keyed`, and tokens that are the same in any company (law 4)."""
 
+    company_atol = 1e-5
+    """Largest difference of a token's log-prob in other company."""
+
     def test_token_is_argmax_of_logprob_plus_keyed_noise(
         self, engine: GenerationEngine, model: LlamaForCausalLM
     ) -> None:
@@ -469,12 +472,12 @@ class KeyedContract:
         requests = make_requests(9)
         together = by_row(engine.generate(requests))
         alone = {r.row: next(iter(engine.generate([r]))) for r in requests}
-        assert_same_tokens(alone, together)
+        assert_same_tokens(alone, together, self.company_atol)
         with closing(self.make(path, max_rows=9)) as wide:
-            assert_same_tokens(by_row(wide.generate(requests[::-1])), together)
+            assert_same_tokens(by_row(wide.generate(requests[::-1])), together, self.company_atol)
         with ThreadPoolExecutor(3) as threads:
             parts = list(threads.map(lambda i: by_row(engine.generate(requests[i::3])), range(3)))
-        assert_same_tokens(parts[0] | parts[1] | parts[2], together)
+        assert_same_tokens(parts[0] | parts[1] | parts[2], together, self.company_atol)
 
 
 class ScoringContract:

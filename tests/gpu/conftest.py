@@ -21,6 +21,20 @@ REASON = (
 )
 
 
+if CUDA:
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # NCCL's monitor, whose sockets stay open until the process ends
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device_is_open() -> None:
+    """Open the device, which CUDA keeps open until the process ends, before `tests/support/leaks.py` first looks."""
+    if CUDA:
+        ones = torch.ones(8, 8, pin_memory=True).to("cuda", non_blocking=True)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            (ones @ ones).cpu()
+        torch.cuda.synchronize()
+
+
 class LeftOut(pytest.Module):
     """A file that is not even imported. All of them skip in one place with one reason, so the summary has one line."""
 

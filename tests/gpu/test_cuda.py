@@ -1,4 +1,4 @@
-"""What must hold on a CUDA device. Never run yet: no machine with one was at hand when it was written."""
+"""What must hold on a CUDA device: noise, draws, repeated updates, whole runs."""
 
 from __future__ import annotations
 

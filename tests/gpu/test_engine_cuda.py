@@ -1,5 +1,4 @@
-"""The engines' contract on a CUDA device, with every kind of kernels; and what captured passes must keep. Never run
-yet: no machine with a GPU was at hand when it was written."""
+"""The engine's contract on a CUDA device, with every kind of kernels; and what captured passes must keep."""
 
 from __future__ import annotations
 
@@ -40,25 +39,30 @@ def make_engine(path: Path, max_rows: int = 4, *, in_flight: bool = False, **con
     return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=1, device=CUDA, in_flight=in_flight)
 
 
-class TestPlainTorchOnCuda(EngineContract):
+class ContractOnCuda(EngineContract):
+    company_atol = 5e-5
+    """cuBLAS chooses its algorithm, and so the order of sums, by the number of rows: 2.1e-5 was measured on an H200."""
+
+
+class TestPlainTorchOnCuda(ContractOnCuda):
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
         return make_engine(path, max_rows, kernels="torch")
 
 
 @needs_triton
-class TestTritonOnCuda(EngineContract):
+class TestTritonOnCuda(ContractOnCuda):
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
         return make_engine(path, max_rows, kernels="triton")
 
 
 @needs_triton
-class TestTritonWithoutGraphsOnCuda(EngineContract):
+class TestTritonWithoutGraphsOnCuda(ContractOnCuda):
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
         return make_engine(path, max_rows, kernels="triton", cuda_graphs=False)
 
 
 @needs_triton
-class TestTritonInFlightOnCuda(EngineContract):
+class TestTritonInFlightOnCuda(ContractOnCuda):
     """A single caller's rows finish before it loads, so the contract holds for this way of updating too."""
 
     def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:

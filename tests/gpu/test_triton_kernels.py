@@ -2,7 +2,7 @@
 
 On a CUDA device, or without one in Triton's interpreter (`TRITON_INTERPRET=1`; `make test` runs it so, see
 tests/integration/test_triton_interpreted.py), which checks what the kernels compute but not that they compile
-(test_triton_compiles.py does), nor what happens when programs run side by side. Never run on a GPU yet.
+(test_triton_compiles.py does), nor what happens when programs run side by side.
 """
 
 from __future__ import annotations

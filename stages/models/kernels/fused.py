@@ -1,4 +1,4 @@
-"""Choose among the fused kernels that Megatron offers. All are for GPUs. This code was never run on a GPU.
+"""Choose among the fused kernels that Megatron offers. All are for GPUs. SwiGLU ran on one, the other never.
 
 SwiGLU              used: one kernel instead of three, and the backward pass keeps its input only.
                     torch.compile makes it with Triton, at the first call

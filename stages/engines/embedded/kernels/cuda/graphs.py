@@ -15,7 +15,7 @@ and nothing read from the host in between. Therefore
 
 Only batches that draw after every token are captured: rows that decode, with or without drafts. Prompts run eagerly.
 Without capture (`run_directly`) a batch is padded too, so it gives the same results as a graph would. Tests use this on
-a CPU. Nothing here has run on a GPU yet.
+a CPU.
 
 Shape letters: see `kernels.protocol`.
 """

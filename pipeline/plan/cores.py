@@ -2,20 +2,25 @@
 
 Linux gives every runnable thread the same share of the cores (its fair scheduler, Documentation/scheduler/
 sched-design-CFS.rst and sched-eevdf.rst: an ideal processor runs n tasks at 1/n of its speed each). While the running
-nodes have T threads on C cores, each node therefore advances at the rate
+nodes have T > C threads on C cores and each node has one, each node therefore advances at the rate
 
-    r = min(1, C / T)
+    r = C / T
 
-This is egalitarian processor sharing (Kleinrock 1976, Queueing Systems II, section 4.4). The rate is the same for all
-nodes, so one clock, the clock of work, shows the progress of all nodes: it advances by r seconds in a second. A node
-that takes s seconds alone ends when this clock has advanced by s.
+This is egalitarian processor sharing (Kleinrock 1976, Queueing Systems II, section 4.4). Threads and ranks of
+the same node wait for one another after every operation, so a node of two threads or more is as fast as its slowest
+thread, which is on a core with ceil(T / C) threads. While the widest node counts as w threads, the rate is
+
+    1 / r = T / C + min(1, w - 1) (ceil(T / C) - T / C)
+
+The rate is the same for all nodes, so one clock, the clock of work, shows the progress of all nodes: it advances by r
+seconds in a second. A node that takes s seconds alone ends when this clock has advanced by s.
 
 Threads that wait for each other use no core. If t threads of a node divide the share f of its work, the speedup over
 one thread is
 
     speedup(t) = 1 / (1 - f + f / t)        (Amdahl 1967)
 
-The node then counts as speedup(t) threads in T. f is calibrated (`Calibration.thread_share`).
+The node then counts as speedup(t) threads. f is calibrated (`Calibration.thread_share`).
 
 Pure.
 """
@@ -42,12 +47,14 @@ class SharedClock:
     """A clock that shows how far the running nodes of one host have come, in seconds of work. A node that would take s
     seconds alone ends when the clock has advanced by s.
 
-    In one second of real or simulated time, the clock advances by min(1, cores / working threads) seconds. So it is
-    slower while more threads work than there are cores. Times must not decrease from call to call.
+    It runs slower than the time while more threads work than there are cores (`shared_rate`). Times must not decrease
+    from call to call.
     """
 
     def __init__(self, cores: int, now: float = 0.0) -> None:
-        self._cores, self._threads, self._rate = cores, 0.0, 1.0
+        self._cores, self._rate = cores, 1.0
+        self._nodes: list[float] = []
+        """Effective number of threads of each working node."""
         self._now = now
         self.work = 0.0
         """Reading of the clock at the last call of `advance` or `add`. If a node has run since the clock's start, its
@@ -61,15 +68,29 @@ class SharedClock:
         return self.work
 
     def add(self, threads: float, now: float) -> None:
-        """Add `threads` to the working threads, from the time `now` on. A negative number removes threads."""
+        """Count a node of `threads` effective threads from the time `now` on. A negative number: a node of that many
+        threads works no more."""
         self.advance(now)
-        self._threads += threads
-        self._rate = min(1.0, self._cores / max(1.0, self._threads))
+        if threads > 0:
+            self._nodes.append(threads)
+        elif threads < 0:
+            self._nodes.remove(-threads)
+        self._rate = shared_rate(self._nodes, self._cores)
 
     def time_of(self, work: float) -> float:
         """Return the time, in seconds, at which this clock will read `work` seconds of work. The number of working
         threads is assumed to stay the same until then."""
         return self._now + (work - self.work) / self._rate
+
+
+def shared_rate(nodes: Sequence[float], cores: int) -> float:
+    """Return the rate at which nodes of so many effective threads advance on these cores, 1 if they do not share a core
+    (the formula is above)."""
+    crowd = sum(nodes) / cores
+    if crowd <= 1:
+        return 1.0
+    waits = min(1.0, max(nodes) - 1)
+    return 1 / (crowd + waits * (math.ceil(crowd - 1e-9) - crowd))
 
 
 def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
@@ -122,7 +143,7 @@ def work_at(
     for end in sorted(box.end_s for box in boxes):
         start, until = max(end, until), max(end, until) + driver_s
         changes += [(start, 1.0), (until, -1.0)]
-    changes.sort()
+    changes.sort(key=lambda change: (change[0], -change[1]))  # a node begins before it ends
     clock, work_by_time = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, float]()
     for time, change in changes:
         clock.add(change, time)

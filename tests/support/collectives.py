@@ -9,10 +9,12 @@ run_ranks(function, 4)  ─► function(index) in four processes, and for each p
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import multiprocessing
 import pickle
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +38,8 @@ from pipeline.workers.worker_process import PRELOADED
 OBJECT_BYTES = 1 << 20
 """Largest pickled object that a collective may carry. NCCL pads every rank's to the largest, and collects all of them
 on one GPU."""
+RANKS_S = 900.0
+"""Longest time of all ranks' work: a minute on a fast machine, several on a slow one that has more to do."""
 _OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 
 
@@ -88,13 +92,24 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:
+def run_ranks(function: Callable[..., None], size: int, *args: Any, limit_s: float = RANKS_S) -> None:
     """Run function(index, *args) in `size` processes, with their collectives watched. Check that in each process group
-    that they joined and left they made them in one order."""
+    that they joined and left they made them in one order. If a rank waits for ever, say where each one stands. No
+    rank is left when this returns or raises."""
     multiprocessing.set_forkserver_preload([*PRELOADED])
-    with TemporaryDirectory() as directory:
-        given = Path(directory), function, args
-        torch.multiprocessing.start_processes(_run_rank, given, nprocs=size, start_method="forkserver")
+    with TemporaryDirectory() as directory, ExitStack() as ended:
+        given = Path(directory), limit_s, function, args
+        ranks = torch.multiprocessing.start_processes(
+            _run_rank, given, nprocs=size, join=False, start_method="forkserver"
+        )
+        for process in ranks.processes:
+            ended.callback(process.join)
+            ended.callback(process.kill)
+        ended_by = time.monotonic() + limit_s + 5
+        while not ranks.join(timeout=1):
+            if time.monotonic() > ended_by:
+                places = (file.read_text() for file in sorted(Path(directory).glob("at-*")))
+                raise AssertionError("\n".join([f"ranks that have not ended after {limit_s:g} s:", *places]))
         groups = {int(file.name.partition("-")[0]) for file in Path(directory).iterdir()}
         assert groups, "no rank left a process group"
         for group in sorted(groups):
@@ -103,9 +118,13 @@ def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:
             one_order(calls)
 
 
-def _run_rank(index: int, directory: Path, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run_rank(
+    index: int, directory: Path, limit_s: float, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     leave, numbers = dist.destroy_process_group, count()
-    with watched() as calls:
+    place = directory / f"at-{index}"
+    with place.open("w") as stream, watched() as calls:
+        faulthandler.dump_traceback_later(limit_s, file=stream)
 
         def left(group: Any = None) -> None:
             leave(group)
@@ -115,6 +134,8 @@ def _run_rank(index: int, directory: Path, function: Callable[..., None], args: 
 
         with patch.object(dist, "destroy_process_group", left):
             function(index, *args)
+        faulthandler.cancel_dump_traceback_later()
+    place.unlink()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.timeline import Box
-from pipeline.plan.cores import SharedClock, thread_speedup, work_at, working_threads
+from pipeline.plan.cores import SharedClock, shared_rate, thread_speedup, work_at, working_threads
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.scenario import scenario_of
@@ -46,7 +46,7 @@ def test_two_equal_nodes_on_one_core_take_twice_as_long(cores: int | None, secon
 
 def test_a_node_is_slow_only_as_long_as_others_work() -> None:
     """One core. Both updates have done 2 of their seconds when the critic's ends at 4 s; the policy's other 2 follow.
-    With two threads it has as many as the other, and takes 6 s beside it: 1.5 times as long, and 1 s alone."""
+    A node of two threads is as slow as the one that shares its core with a third: 8 s beside it."""
     result, nodes = played(scenario(FixedCosts({"update_policy": 4.0, "update_critic": 2.0}), 1))
     first = nodes[Address("update_critic", 0)]
     assert first.finished_s - first.started_s == pytest.approx(4.0)
@@ -54,7 +54,7 @@ def test_a_node_is_slow_only_as_long_as_others_work() -> None:
     assert one.finished_s - one.started_s == pytest.approx(6.0)
     assert result.busy_s["train"] == pytest.approx(6 * 6.0)
     nodes = played(scenario(UPDATES, 2, {"train": 2, "critic": 1}))[1]
-    assert nodes[Address("update_policy", 0)].finished_s == pytest.approx(6.0), "2 cores for 3 threads"
+    assert nodes[Address("update_policy", 0)].finished_s == pytest.approx(8.0), "2 cores for 3 threads"
 
 
 def test_a_gang_without_threads_waits_in_real_time() -> None:
@@ -108,7 +108,7 @@ def test_fewer_cores_never_make_a_node_faster_and_enough_change_nothing(seed: in
 
 def test_the_work_of_recorded_nodes() -> None:
     """Two cores. A trainer of two threads works from 0 to 10 s, an engine of one from 4 to 8 s, with two shards that
-    overlap: three threads at 2/3 of the speed. The scorer counts for nothing."""
+    overlap: three threads at half the speed, as the trainer's wait for one another. The scorer counts for nothing."""
 
     def box(stage: str, gang: str, start: float, end: float, shard: int = 0) -> Box:
         return Box(Address(stage, 0, shard), gang, f"{gang}-0", 0, start, end, 0.0)
@@ -121,19 +121,30 @@ def test_the_work_of_recorded_nodes() -> None:
     ]
     work = work_at(boxes, {"train": 2, "generate": 1}, 2)
     assert work[4.0] == pytest.approx(4.0)
-    assert work[8.0] - work[5.0] == pytest.approx(2.0)
-    assert work[10.0] == pytest.approx(4.0 + 4.0 * 2 / 3 + 2.0)
+    assert work[8.0] - work[5.0] == pytest.approx(1.5)
+    assert work[10.0] == pytest.approx(4.0 + 4.0 / 2 + 2.0)
     assert work_at(boxes, {"train": 2, "generate": 1}, 3) == {t: t for t in (0.0, 4.0, 5.0, 7.0, 8.0, 9.0, 10.0)}
     assert work_at([], {}, 2) == {}
 
 
 def test_a_clock_says_when_it_will_have_done_some_work() -> None:
     clock = SharedClock(2)
-    clock.add(4, 0.0)
+    clock.add(3, 0.0)
+    clock.add(1, 0.0)
     assert clock.time_of(3.0) == pytest.approx(6.0)
     clock.add(-3, 2.0)
     assert clock.time_of(3.0) == pytest.approx(4.0)
     assert clock.advance(3.0) == pytest.approx(2.0)
+
+
+def test_the_rate_of_nodes_that_share_cores() -> None:
+    """Single threads share evenly. Of a wider node all threads wait for those on the fullest core."""
+    assert shared_rate([], 2) == shared_rate([1, 1], 2) == shared_rate([2], 2) == 1
+    assert shared_rate([1, 1, 1], 2) == pytest.approx(2 / 3)
+    assert shared_rate([2, 1], 2) == pytest.approx(1 / 2)
+    assert shared_rate([3, 1], 2) == pytest.approx(1 / 2)
+    assert shared_rate([16, 1], 16) == pytest.approx(1 / 2)
+    assert shared_rate([1.5, 1], 2) == pytest.approx(1 / (1.25 + 0.5 * 0.75))
 
 
 def test_threads_of_gangs() -> None:

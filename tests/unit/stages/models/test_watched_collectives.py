@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from tests.support.collectives import Call, one_order
+from tests.support.collectives import Call, one_order, run_ranks
 
 
 def reduce(group: str, ranks: tuple[int, ...] = (0, 1), shape: tuple[int, ...] = (4,), thread: str = "main") -> Call:
@@ -45,3 +47,14 @@ def test_calls_that_fit(calls: tuple[list[Call], ...]) -> None:
 def test_calls_that_do_not_fit(calls: tuple[list[Call], ...]) -> None:
     with pytest.raises(AssertionError):
         one_order(calls)
+
+
+def wait_for_ever(index: int) -> None:
+    if index:
+        threading.Event().wait()
+
+
+@pytest.mark.processes
+def test_ranks_that_wait_for_ever_are_ended_and_say_where() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)have not ended after 3 s.*in wait_for_ever"):
+        run_ranks(wait_for_ever, 2, limit_s=3)

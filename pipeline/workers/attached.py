@@ -97,6 +97,8 @@ _ANSWER_S = 60.0
 """Longest time to wait for the driver's answer to a join request."""
 _REASON_S = 2.0
 """Longest time to wait for the driver's reason after Dask has dropped the worker."""
+_ENDS_S = 20.0
+"""Longest time to wait for the start of a worker whose process was killed meanwhile."""
 
 
 class WorkerRefused(RuntimeError):
@@ -229,11 +231,11 @@ class _AttachedWorker:
             raise_descriptor_limit(descriptors_of_worker(gang))
             start_forkserver(shared=shared)
             nanny = Nanny(file.address, host=address, **options)
+            starting = asyncio.ensure_future(nanny.start())
             try:
-                starting = asyncio.ensure_future(nanny.start())
                 ending = await self._run_until_end(comm, nanny, starting)
             finally:
-                await _kill_worker(nanny)
+                await _kill_worker(nanny, starting)
         return ending
 
     async def _ask(self, comm: Comm, request: JoinRequest) -> list[int] | None:
@@ -273,9 +275,9 @@ class _AttachedWorker:
         if not (over.done() or signalled.done()):
             await asyncio.wait({over}, timeout=_REASON_S)
         ending = over.result() if over.done() else EndReason.PROCESS_GONE
-        for wait in (*waits, starting):
+        for wait in waits:
             wait.cancel()
-        await asyncio.gather(*waits, starting, return_exceptions=True)
+        await asyncio.gather(*waits, return_exceptions=True)
         return EndReason.TERMINATED if self._terminated.is_set() else ending
 
 
@@ -290,12 +292,20 @@ async def _wait_for_end(comm: Comm) -> EndReason:
     return EndReason.RUN_OVER
 
 
-async def _kill_worker(nanny: Nanny) -> None:
-    """End the worker process at once, whatever it is doing. The nanny does not restart it."""
+async def _kill_worker(nanny: Nanny, starting: asyncio.Future[Any]) -> None:
+    """End the worker process at once, whatever it is doing. The nanny does not restart it. `starting`: the nanny's
+    start, which fails when the process that it waits for is killed. If it were cancelled, the nanny could not close."""
     nanny.close_gracefully()
-    if nanny.pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(nanny.pid, signal.SIGKILL)
+    give_up = time.monotonic() + _ENDS_S
+    while True:
+        if nanny.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(nanny.pid, signal.SIGKILL)
+        if starting.done() or time.monotonic() > give_up:
+            break
+        await asyncio.wait({starting}, timeout=_POLL_S)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
     with suppress(OSError, TimeoutError):
         await asyncio.wait_for(nanny.close(timeout=_REASON_S), 2 * _REASON_S)
 

@@ -18,7 +18,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("tests", ["OnPlainTorch", pytest.param("not OnPlainTorch", marks=pytest.mark.full)])
 def test_the_contract_holds_without_drafts_ranks_and_migration(tests: str) -> None:
     chosen = ("-k", tests, "-m", "not smollm2")

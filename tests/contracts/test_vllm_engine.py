@@ -42,7 +42,6 @@ pytestmark = [
         environment_problem(PYTHON, ENVIRONMENTS["vllm"]) is not None,
         reason="no environment with vLLM: make engine-vllm",
     ),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from distributed.security import Security
 
-from pipeline.cli.answers import BAD_INPUT, DRIVER_LOST, INTERRUPTED, SUCCESS
+from pipeline.cli.answers import BAD_INPUT, DRIVER_LOST, INTERRUPTED, STAGE_FAILED, SUCCESS
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -26,7 +26,7 @@ from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, arguments, configure, finish, placement
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.processes
 
 STEPS = "steps=6"
 GANGS = placement(
@@ -121,6 +121,20 @@ def test_whoever_is_killed_comes_back_or_is_replaced(started: Commands, folder: 
     assert "generate-0" in lost
     assert {"train-0", "train-1"} & lost.keys()
     assert all(f"(host {host_name()})" in why for why in lost.values())
+
+
+def test_workers_that_still_start_end_with_the_run(started: Commands, folder: Path) -> None:
+    """One that does not come ends the run while the others import torch."""
+    given = (GANGS, STEPS, *QUIET, *ATTACHED, "cluster.arrival_timeout_s=1")
+    started.start("driver", "run", *arguments(folder, "incomplete", *given))
+    config = configure(folder, "incomplete", *given)
+    for gang, index in (("generate", 0), ("score", 0), ("train", 0)):
+        started.worker(config, gang, index)
+    assert started.exit_code("driver") == STAGE_FAILED
+    assert "did not join within cluster.arrival_timeout_s = 1" in started.said("driver")
+    for name in ("generate-0", "score-0", "train-0"):
+        started.exit_code(name)
+        assert "Traceback" not in started.said(name), started.said(name)
 
 
 def test_workers_end_with_their_driver_others_join_the_next(

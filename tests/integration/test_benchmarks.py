@@ -20,7 +20,7 @@ import pytest
 from benchmarks.small_model import small_model
 from tests.support.paths import MOVIE_REVIEWS, ROOT, SMOLLM2
 
-pytestmark = [pytest.mark.processes, pytest.mark.smollm2, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.smollm2]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.processes
 
 RECIPES = {
     "A reward", "A prompt source", "A metric", "An estimator of the KL penalty",

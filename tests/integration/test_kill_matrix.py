@@ -14,7 +14,7 @@ from pipeline.config.run import RunConfig
 from tests.support.kill_matrix import STRIKES_PER_RUN, Case, compare, run_struck
 from tests.support.strikes import DRIVER, GROUP, Strike, draw
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.processes
 
 SAMPLE = [
     Strike("generate-1", "file", 2, "generate-1"),

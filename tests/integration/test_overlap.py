@@ -36,7 +36,7 @@ from tests.support.collectives import run_ranks
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]  # the first test waits for all cases
+pytestmark = pytest.mark.processes
 
 ROWS, SEQ, SEED, BUCKET = 12, 13, 3, 6000
 TRAINED = (Role.POLICY, Role.CRITIC)

@@ -15,7 +15,7 @@ from pipeline.cli.main import main
 from tests.support.paths import ROOT
 from tests.support.runs import QUIET
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.processes
 
 FILES = {
     "make_model.py", "make_questions.py", "make_chats.py", "make_pairs.py", "my_rewards.py", "own.yaml", "chat.yaml",

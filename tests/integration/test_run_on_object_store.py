@@ -29,7 +29,7 @@ from tests.support.s3_server import Faults
 from tests.support.waiting import until
 
 pytest_plugins = ("tests.support.s3_server",)  # the fixtures `bucket` and `faults`
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.processes
 
 CHANGES = (*QUIET, "steps=6", "export.every=2")
 STORED = ("ledger", "rollouts.zarr", "attempts")

@@ -35,7 +35,7 @@ from tests.support.mlflow_server import mlflow_server
 from tests.support.paths import ROOT, TINY, TINY_PROMPTS
 from tests.support.waiting import TIMEOUT_S, until
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.processes
 
 CANARY = "c4n4ry"
 PASSWORD = f"{CANARY}-p@ss/word"  # as a URL should not have it

@@ -23,7 +23,6 @@ from tests.support.paths import ROOT
 PYTHON = os.environ.get("STAGELINE_VLLM_PYTHON", str(ROOT / ".engines/vllm/bin/python"))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     environment_problem(PYTHON, ENVIRONMENTS["vllm"]) is not None, reason="no environment with vLLM: make engine-vllm"
 )

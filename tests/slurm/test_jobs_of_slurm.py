@@ -30,7 +30,7 @@ from tests.support.slurm_runs import (
     wait_until_nothing_is_left,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.processes
 
 
 def test_a_node_that_fails_is_replaced_and_a_cancelled_job_leaves_nothing(

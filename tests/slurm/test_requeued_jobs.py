@@ -32,7 +32,7 @@ from tests.support.slurm_runs import (
     wait_until_nothing_is_left,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ use_runtime(pytest.MonkeyPatch(), sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
 
-ATTACHED = ("cluster.kind=attached", "cluster.address=127.0.0.1", "cluster.arrival_timeout_s=120")
+ATTACHED = ("cluster.kind=attached", "cluster.address=127.0.0.1", "cluster.arrival_timeout_s=300")
 
 
 class Commands:

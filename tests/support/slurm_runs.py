@@ -32,7 +32,7 @@ JOB = (
     "slurm.time_limit=0-00:30:00",
     "slurm.signal_lead_s=100",
     "slurm.gangs={train: {nodes: 2}, generate: {nodes: 1}, score: {beside: generate}}",
-    "cluster.arrival_timeout_s=60",
+    "cluster.arrival_timeout_s=300",
 )
 WHERE = {"train 0": "n1", "train 1": "n2", "generate 0": "n3", "score 0": "n3"}
 """Gang and index of each worker -> its node, where the nodes are free."""

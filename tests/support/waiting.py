@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 """Long enough for a machine with ten times too much to do, and less than a test may take (pyproject.toml)."""
 
 

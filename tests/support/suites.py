@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-_LONGEST_S = 280
+_LONGEST_S = 1100
 _KEPT = "PYTEST_XDIST_WORKER"
 """Tells the suite that others run beside it: then it does not look for what is left in shared memory (`leaks`)."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from storage.problems import Problem
+from storage.problems import Problem, value_text
 from storage.redaction import redacted
 
 
@@ -45,7 +45,7 @@ class OtherProgramsConfig(ConfigError):
 def refusal(problem: Problem) -> ConfigError:
     """Return the error that reports a problem. Secrets in the given value are redacted."""
     [given] = redacted({problem.key: problem.given}).values()
-    return ConfigError(problem.key, f"given {given!r}; {problem.need}")
+    return ConfigError(problem.key, f"given {value_text(given)}; {problem.need}")
 
 
 def refuse(problems: Iterable[Problem]) -> None:

@@ -7,14 +7,14 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stages.models.hf_files import Tokenizer
+from stages.models.hf_files import ChatTemplateError, Tokenizer
 from stages.rewards import reasoning
 from stages.rewards.config import REASONING_SCHEME
 from storage.config import PromptsConfig
@@ -171,16 +171,23 @@ def tokenise(
             set, the number of held-out prompts is a multiple of `eval_shards`.
 
     Raises:
-        PromptsError: a prompt is longer than `prompts.max_tokens` and `too_long` is not "skip". Also raised if no
-            prompt is usable, or if no training prompt would be left.
+        PromptsError: a prompt is longer than `prompts.max_tokens` and `too_long` is not "skip". Also raised if the
+            tokenizer has no chat template for a prompt's messages, if no prompt is usable, or if no training prompt
+            would be left.
     """
     kept: list[tuple[list[int], PromptItem]] = []
     too_long: dict[int, int] = {}  # index of a prompt -> its number of tokens
+    sizes: list[int] = []  # number of tokens of each prompt
     for number, item in enumerate(items):
         if item.messages is not None:
-            ids = tokenizer.apply_chat_template(item.messages)
+            try:
+                ids = tokenizer.apply_chat_template(item.messages)
+            except ChatTemplateError as error:
+                need = f"prompt {number} of {config.url}: {error}: plain, or the model's instruction-tuned sibling"
+                raise PromptsError(f"prompts.format: given {config.format}; {need}") from error
         else:
             ids = tokenizer.encode(item.text or "")
+        sizes.append(len(ids))
         if config.opening_tokens is not None:
             if len(ids) < config.opening_tokens:
                 continue
@@ -197,7 +204,7 @@ def tokenise(
             "it, or set prompts.too_long=skip or prompts.opening_tokens"
         )
     if not kept:
-        raise PromptsError(f"prompts.url: no prompt of {config.url} is usable with the lengths of the config")
+        raise PromptsError(_unusable_text(config, sizes))
     tokens = np.full((len(kept), config.max_tokens), tokenizer.pad_id, np.int32)
     for row, (ids, _) in enumerate(kept):
         tokens[row, : len(ids)] = ids
@@ -206,6 +213,17 @@ def tokenise(
     lengths = np.array([len(ids) for ids, _ in kept], np.int32)
     chat = [item.messages or [] for _, item in kept] if config.format == "chat" else None
     return PromptTable(tokens, lengths, train, held_out, tokenizer.pad_id, [item.extra for _, item in kept], chat)
+
+
+def _unusable_text(config: PromptsConfig, sizes: Sequence[int]) -> str:
+    """Return the error for a source of which no prompt can be used. `sizes`: number of tokens of each prompt."""
+    opening, longest = config.opening_tokens, max(sizes)
+    if opening is not None and longest < opening:
+        return f"prompts.opening_tokens: given {opening}; the longest prompt of {config.url} has {longest} tokens"
+    if longest:
+        need = f"the shortest prompt of {config.url} has {min(filter(None, sizes))} tokens: this number or more"
+        return f"prompts.max_tokens: given {config.max_tokens}; {need}"
+    return f"prompts.url: all prompts of {config.url} are empty"
 
 
 def training_prompts(

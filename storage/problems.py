@@ -7,12 +7,14 @@ A section is a dataclass. Each of its settings states the constraints on its own
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 LONGEST_NAME = 100
 """Maximum number of characters of a name. Names become part of longer file names, and most filesystems limit these to
@@ -20,6 +22,32 @@ LONGEST_NAME = 100
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _URL_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _CONSTRAINTS = "constraints"
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+"""Type of a setting with a single value -> its values, in words."""
+
+
+def value_text(value: object) -> str:
+    """Return a setting's value on one line, spelled as in YAML: `null`, `true`, `0`, `'a'`, `[1, 2]`, `{a: 1}`."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {value_text(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    return repr(value).removesuffix(".0") if type(value) is float else repr(value)
+
+
+def type_text(kind: Any) -> str:
+    """Return the values that a setting of this type takes, in words; "" if there are no words for the type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, types.UnionType):
+        return ", or ".join("null" if a is type(None) else type_text(a) for a in arguments)
+    if origin in (list, tuple, Sequence):
+        one = WORDS.get(arguments[0], "") if arguments else ""
+        return f"a list ([a, b]), each element {one}" if one else "a list ([a, b])"
+    return "a mapping of names to settings" if origin in (dict, Mapping) else WORDS.get(kind, "")
 
 
 @dataclass(frozen=True)
@@ -136,8 +164,7 @@ def unread_problems(key: str, section: Any, why: str, names: Collection[str] | N
         if is_dataclass(value):
             yield from unread_problems(path, value, why)
         elif value != usual:
-            shown = "null" if usual is None else str(usual).lower() if isinstance(usual, bool) else usual
-            yield Problem(path, value, f"{why}; or leave it at {shown}")
+            yield Problem(path, value, f"{why}; or leave it at {value_text(usual)}")
 
 
 def setting_problems(section: Any, key: str = "") -> Iterator[Problem]:
@@ -157,6 +184,16 @@ def mentions(problem: Problem, keys: Collection[str]) -> bool:
     """Return True if a problem is about one of these settings, or names one of them in its text."""
     about = "|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in keys)
     return bool(keys) and re.search(about, f"{problem.key}: {problem.need}") is not None
+
+
+def unknown_problems(key: str, given: Sequence[str], known: Sequence[str], what: str) -> Iterator[Problem]:
+    """Yield a problem if a list names something that is not `known`. It suggests the names that are spelled alike.
+    `what`: what the names are, such as "tracker"."""
+    unknown = [name for name in given if name not in known]
+    near = [*dict.fromkeys(meant for name in unknown for meant in difflib.get_close_matches(name, known, 1))]
+    if unknown:
+        hint = f"did you mean {', '.join(near)}? There are " if near else "there are "
+        yield Problem(key, unknown, f"no such {what}; {hint}{', '.join(known)}")
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:

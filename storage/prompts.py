@@ -213,7 +213,10 @@ def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     prompts. The two arrays are disjoint, and each is ascending. Raises PromptsError if `held_out` is negative, or if no
     training prompt would be left."""
     if not 0 <= held_out < num:
-        raise PromptsError(f"prompts.held_out: given {held_out}, the source has {num} prompts: 0..{num - 1} would work")
+        raise PromptsError(
+            f"prompts.held_out: evaluations would hold out {held_out} prompts, which leaves none to train on (usable "
+            f"prompts: {num}): more prompts, fewer held out, or none (prompts.held_out=0 evaluate.every=0)"
+        )
     order = np.random.default_rng([seed, _SPLIT]).permutation(num)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 

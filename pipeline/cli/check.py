@@ -35,7 +35,13 @@ from pipeline.config.memory import (
     planned_run,
     workers_memory,
 )
-from pipeline.config.preflight import check_run, device_notes, guarantee_lines, unproven_guarantees
+from pipeline.config.preflight import (
+    check_run,
+    device_notes,
+    guarantee_lines,
+    unproven_guarantees,
+    will_be_replaced,
+)
 from pipeline.config.reward_trial import trial_errors, try_rewards
 from pipeline.config.role_models import role_models
 from pipeline.config.rules import length_notes
@@ -65,8 +71,9 @@ def command(options: argparse.Namespace) -> int:
         show_trace(config)
     if options.cluster is not None:
         return _check_on_target(config, options.target, options.cluster)
+    replaces = will_be_replaced(config)
     try:
-        checked = check_run(config, resume=False)
+        checked = check_run(config, resume=False, replaces=replaces)
     except ConfigError as error:
         raise join_errors([error, *(trial_errors(config, error.keys) if tries else [])]) from error
     tried = try_rewards(config, checked) if tries else []
@@ -80,6 +87,8 @@ def command(options: argparse.Namespace) -> int:
         print_line(str(result))
     if not tries:
         print_line("note: the reward was not tried (--no-reward)")
+    if replaces:
+        print_line(f"note: {config.run_dir} holds a run that committed no update; `stageline run` moves it aside")
     train, held_out = len(prompts.train), len(prompts.held_out)
     per_step = config.rollout.rows // config.rollout.responses_per_prompt
     if per_step > train:

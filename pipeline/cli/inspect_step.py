@@ -53,7 +53,8 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
         MissingOutput: the step has no rollouts yet.
     """
     if not 0 <= step < config.steps:
-        raise ConfigError("--step", f"given {step}; the run has steps 0 to {config.steps - 1}")
+        count = f"the terminal's step N/{config.steps} is step N - 1"
+        raise ConfigError("--step", f"given {step}; the run has steps 0 to {config.steps - 1} ({count})")
     history = open_history(config)
     commits = [c for c in map(history.ledger.find, history.addresses(step)) if c is not None]
     if not any(c.address.stage == "generate" for c in commits):

@@ -104,6 +104,7 @@ def _resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "changes",
         nargs="*",
+        default=[],  # without it, argparse says that key=value is required too
         metavar="key=value",
         help="settings to change; docs/running.md lists those that may change",
     )
@@ -188,7 +189,8 @@ def _logs(parser: argparse.ArgumentParser) -> None:
 
 def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG|RUN", help="a config file, or a run's directory")
-    parser.add_argument("more", nargs="*", metavar="CONFIG|key=value", help="more files and changes, as for `run`")
+    text = "more files and changes, as for `run`"
+    parser.add_argument("more", nargs="*", default=[], metavar="CONFIG|key=value", help=text)
     parser.add_argument(
         "--as",
         dest="cluster",
@@ -348,6 +350,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "changes",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="with --updates: train a variant on the recorded rollouts, as a separate run (name=...)",
     )
@@ -360,6 +363,8 @@ def _replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _version(text: str) -> int | str:
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"given {text!r}; must be a number, or best")
     return text if text == "best" else int(text)
 
 

@@ -64,7 +64,7 @@ def run(
         TypeError: `config` is no config, but for example the name of a file. Or `callbacks` is no list of functions.
     """
     if not isinstance(config, RunConfig):
-        raise TypeError(f"give a config: run(load_config({config!r}))")
+        raise TypeError(f'give a config: run(load_config("run.yaml", "steps=4")), not {config!r:.80}')
     if not isinstance(callbacks, list | tuple | set) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks: give a list of functions, such as [print], not {callbacks!r:.80}")
     if threading.current_thread() is not threading.main_thread():

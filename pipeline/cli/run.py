@@ -17,7 +17,7 @@ import argparse
 import itertools
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pipeline.cli.answers import (
     INTERRUPTED,
@@ -32,18 +32,23 @@ from pipeline.cli.answers import (
     print_note,
     read_trusted_config,
 )
-from pipeline.config.loading import read_run_config
 from pipeline.config.paths import RunPaths, refuse_foreign
-from pipeline.config.preflight import holds_run, preflight
+from pipeline.config.preflight import (
+    check_run_directory,
+    has_updates,
+    holds_run,
+    is_other_programs,
+    preflight,
+)
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import run
 from pipeline.driver.session import TerminatedEarly, hold_driver_lock
-from pipeline.errors import ConfigError, OtherProgramsConfig, StageFailed, StoredWrongly, WorkersMissing
-from pipeline.graph.graph import UPDATE_STAGE
+from pipeline.errors import ConfigError, StageFailed, StoredWrongly, WorkersMissing, join_errors, refusals, refuse
 from pipeline.observe.journal import AppendFailed, journal_exists
 from pipeline.workers.worker_process import ending_signals
 from storage.errors import StoreRefused
 from storage.files import REFUSING, TRANSIENT, refusal
+from storage.problems import Problem
 
 
 def command(options: argparse.Namespace) -> int:
@@ -57,8 +62,24 @@ def command(options: argparse.Namespace) -> int:
 
 def resume(options: argparse.Namespace) -> int:
     """Continue a run from its directory."""
-    config = read_trusted_config(options.run_dir, options.changes)
+    config = _resumed_config(options.run_dir, options.changes)
     return execute(config, resume=True, from_checkpoint=options.from_checkpoint, json_lines=options.json_lines)
+
+
+def _resumed_config(run_dir: str, changes: Sequence[str]) -> RunConfig:
+    """Return the config of a run with key=value changes. Raises ConfigError, which lists the wrong changes, and with
+    them those that a resumed run must not have."""
+    need = f"a resumed run is named by its directory, {run_dir}: leave it out (the directory may be moved or renamed)"
+    given = {change.partition("=")[0]: change.partition("=")[2] for change in changes}
+    try:
+        refuse(Problem(key, value, need) for key, value in given.items() if key in ("name", "runs_dir"))
+        return read_trusted_config(run_dir, changes)
+    except ConfigError as error:
+        others = [change for change in changes if change.partition("=")[0] not in error.keys]
+        if len(others) == len(changes):
+            raise
+        further = refusals(lambda: check_run_directory(_resumed_config(run_dir, others), resume=True))
+        raise join_errors([error, *further]) from error
 
 
 def job(options: argparse.Namespace) -> int:
@@ -137,7 +158,7 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
             above). Nothing is moved then.
     """
     paths = RunPaths(config.run_dir)
-    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or _is_reward_training(paths):
+    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or is_other_programs(paths):
         return None
     if paths.root.is_symlink() or paths.job.exists():  # a Slurm job may start it again at any time
         if overwrite:
@@ -150,8 +171,7 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
             raise ConfigError("--overwrite", f"given; {need}")
         return None
     refuse_foreign(paths.root)
-    stages = {address.stage for address in config.stored.ledger().addresses()}
-    updated = bool(stages.intersection(UPDATE_STAGE.values()))
+    updated = has_updates(config)
     if updated and not overwrite:
         return None
     preflight(config)
@@ -169,18 +189,6 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
             raise ConfigError("name", f"given {config.name!r}; {need}") from error
     why = "" if updated else ", which committed no update,"
     return f"the earlier run of this name{why} is in {aside} now"
-
-
-def _is_reward_training(paths: RunPaths) -> bool:
-    """Return True if the directory holds the training of a reward model, or responses that a judge labelled."""
-    try:
-        if paths.config.exists():
-            read_run_config(paths.config)
-    except OtherProgramsConfig:
-        return True
-    except ConfigError:
-        pass  # the config of a run, damaged or of another version
-    return False
 
 
 def _require_confirmation(question: str) -> None:

@@ -39,7 +39,7 @@ from pipeline.config.run import RunConfig
 from storage import codec, files
 from storage.commits import Commit
 from storage.errors import StoreError
-from storage.problems import Problem
+from storage.problems import Problem, value_text
 from storage.redaction import redacted
 
 KEYS_WITHOUT_EFFECT = (
@@ -102,10 +102,10 @@ class Change:
     @property
     def assignment(self) -> str:
         """The new value as a user writes it on the command line: `key=value`."""
-        return f"{self.key}={_value_text(self.after)}"
+        return f"{self.key}={value_text(self.after)}"
 
     def __str__(self) -> str:
-        return f"{self.assignment} (was {_value_text(self.before)})"
+        return f"{self.assignment} (was {value_text(self.before)})"
 
 
 def config_sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
@@ -190,12 +190,8 @@ def _continue_hint(change: Change, config: RunConfig) -> str:
 
 
 def _change_problem(change: Change, reason: str) -> Problem:
-    need = f"the run has {_value_text(change.before)}: {reason}"
+    need = f"the run has {value_text(change.before)}: {reason}"
     return Problem(change.key, change.after, need)
-
-
-def _value_text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 FORMAT = 1

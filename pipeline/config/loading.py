@@ -20,13 +20,14 @@ import difflib
 import hashlib
 import json
 import os
-import types
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import field, is_dataclass, make_dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
@@ -47,7 +48,7 @@ from stages.engines.config import find_interpreter, interpreter
 from stages.models.spec import cached_in_hub
 from storage import files
 from storage.config import Durability
-from storage.problems import Problem, mentions, setting_problems
+from storage.problems import WORDS, Problem, mentions, setting_problems, type_text, value_text
 from storage.redaction import redacted
 
 MOVED = {
@@ -85,65 +86,84 @@ its value, or a command. For example, `engine.update=drain` is now `rollout.vers
 """
 SYNONYMS = {
     "model.path": ("model_name_or_path", "model_path", "sft_model_path", "pretrain"),
-    "model.policy.lr": ("learning_rate", "actor_learning_rate"),
-    "model.critic.lr": ("learning_rate", "critic_learning_rate"),
+    "model.reference_path": ("ref_model", "ref_model_path", "ref.model_name_or_path"),
+    "model.critic_path": ("critic.model.path", "critic.model_name_or_path"),
+    "model.policy.lr": ("learning_rate", "actor_learning_rate", "actor.optim.lr"),
+    "model.critic.lr": ("learning_rate", "critic_learning_rate", "critic.optim.lr"),
     "optimizer.lr": ("learning_rate",),
     "model.policy.warmup_steps": ("lr_warmup_steps", "warmup_ratio"),
     "model.policy.decay": ("lr_decay_style", "lr_scheduler_type"),
     "model.policy.betas": ("adam_beta1", "adam_beta2"),
     "model.policy.max_grad_norm": ("clip_grad",),
     "model.policy.micro_batch_tokens": (
-        "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu",
+        "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu",
     ),
     "model.policy.micro_batch_rows": ("ppo_micro_batch_size_per_gpu",),
     "model.dtype": ("bf16", "fp16"),
-    "model.lora.rank": ("lora_r", "lora_rank"),
-    "model.lora.alpha": ("lora_alpha",),
+    "model.lora.rank": ("lora_r", "lora_rank", "peft_config"),
+    "model.lora.alpha": ("lora_alpha", "peft_config"),
+    "model.lora.targets": ("target_modules", "peft_config"),
     "prompts.url": ("dataset", "prompt_dataset", "train_files"),
     "prompts.field": ("input_key", "prompt_key"),
     "prompts.max_tokens": ("max_prompt_length", "prompt_max_len"),
+    "prompts.format=chat": ("apply_chat_template",),
     "prompts.too_long": ("filter_overlong_prompts", "truncation"),
     "rollout.rows": ("batch_size", "train_batch_size", "rollout_batch_size", "per_device_train_batch_size"),
     "rollout.responses_per_prompt": ("num_generations", "n_samples_per_prompt", "group_size", "n"),
+    "rollout.versions=inflight": ("partial_rollout_enable",),
     "sampling.max_new_tokens": (
         "max_completion_length", "max_response_length", "max_tokens", "response_length", "generate_max_len",
     ),
-    "reward.kind": ("reward_fn", "reward_func", "reward_funcs"),
+    "reward.kind": ("reward_fn", "reward_func", "reward_funcs", "reward.remote_url"),
+    "reward.kind=model with reward.args.path=DIR": (
+        "reward_model", "reward_model_path", "reward.model_name_or_path", "reward_model.model_path",
+    ),
+    "reward.normalize.clip": ("reward.clip_range",),
     "reward.parts.NAME.weight": ("reward_weights",),
-    "ppo.advantage": ("adv_estimator", "advantage_estimator", "norm_adv_by_std_in_grpo", "scale_rewards"),
+    "ppo.advantage": (
+        "adv_estimator", "advantage_estimator", "advantage.estimator", "norm_adv_by_std_in_grpo", "scale_rewards",
+    ),
     "ppo.aggregation": ("loss_agg_mode", "loss_type"),
-    "ppo.epochs": ("num_iterations", "num_ppo_epochs", "ppo_epochs"),
-    "ppo.minibatches": ("num_mini_batches", "ppo_mini_batch_size"),
-    "ppo.critic_warmup_steps": ("critic_warmup",),
+    "ppo.epochs": ("num_iterations", "num_ppo_epochs", "ppo_epochs", "train.max_epochs"),
+    "ppo.minibatches": ("num_mini_batches", "ppo_mini_batch_size", "train.batch_size"),
+    "ppo.critic_warmup_steps": ("critic_warmup", "freezing_steps"),
+    "ppo.truncated=mask": ("mask_truncated_completions",),
+    "ppo.missing_eos_score": ("missing_eos_penalty",),
+    "ppo.skip_equal_groups": ("filter_groups", "filter_groups.enable", "dynamic_filtering_enable"),
     "ppo.kl.coef": ("beta", "init_kl_coef", "kl_coef", "kl_loss_coef"),
     "ppo.kl.estimator": ("kl_estimator", "kl_loss_type"),
     "ppo.kl.where": ("use_kl_in_reward", "use_kl_loss"),
-    "ppo.clip": ("clip_ratio", "cliprange", "epsilon", "eps_clip"),
-    "ppo.clip_high": ("clip_ratio_high", "epsilon_high"),
-    "ppo.dual_clip": ("clip_ratio_c",),
+    "ppo.clip": ("clip_ratio", "cliprange", "epsilon", "eps_clip", "eps_clip_low_high"),
+    "ppo.clip_high": ("clip_ratio_high", "epsilon_high", "eps_clip_low_high"),
+    "ppo.dual_clip": ("clip_ratio_c", "delta"),
     "ppo.value_clip": ("cliprange_value",),
+    "ppo.correction": ("vllm_importance_sampling_correction",),
+    "ppo.correction_cap": ("rollout_is_threshold", "vllm_importance_sampling_clip_max"),
     "ppo.lam": ("gae_lambda", "lambd"),
     "ppo.entropy_coef": ("entropy_coeff",),
-    "engine.kind": ("use_vllm", "vllm_mode"),
+    "engine.kind": ("use_vllm", "vllm_mode", "rollout.name"),
     "engine.kv_budget_mb": ("gpu_memory_utilization",),
     "engine.max_rows": ("max_num_seqs",),
     "engine.tensor_parallel": ("tensor_model_parallel_size",),
     "placement.gangs.NAME.layout.recompute": ("gradient_checkpointing",),
+    "placement.gangs.NAME.layout.distributed_optimizer": ("zero_stage",),
     "placement.gangs.NAME.layout.tensor": ("tensor_model_parallel_size",),
+    "placement.device_sharing": ("hybrid_engine", "colocate_all", "enable_sleep"),
     "placement.gangs.NAME.workers": ("n_gpus_per_node", "nnodes", "num_engines"),
     "slurm.gangs.NAME.nodes": ("nnodes",),
     "steps": ("max_steps", "num_train_epochs", "total_episodes", "total_epochs", "total_training_steps"),
+    "staleness": ("async_enable", "async_queue_size", "max_off_policy_threshold", "trainer_mode"),
     "name": ("experiment_name", "run_name"),
     "runs_dir": ("output_dir",),
     "checkpoint.every": ("save_freq", "save_steps"),
-    "evaluate.every": ("eval_steps", "test_freq"),
+    "evaluate.every": ("eval_steps", "eval.steps", "test_freq"),
     "evaluate.prompts.url": ("eval_dataset", "val_files"),
     "tracking.uri": ("report_to",),
     "tracking.also": ("report_to", "logger", "loggers"),
     "tracking.experiment": ("project_name",),
 }  # fmt: skip
-"""Key -> names that other systems have for it (docs/coming-from.md). NAME stands for any name, as in
-`setting_paths`."""
+"""Key, or key with value -> names that other systems have for it (docs/coming-from.md). A name may begin with a
+section, if the last part alone means another setting. NAME stands for any name, as in `setting_paths`."""
 VALUE_SYNONYMS = {
     "grpo": "group",
     "dr_grpo": "group_mean",
@@ -160,12 +180,17 @@ _TRUNCATES = (
     "engine would have to agree to the last bit on which tokens are cut off. Use sampling.temperature or "
     "sampling.suppress_token_ids, which both compute alike"
 )
+_CRITIC_WEIGHT = (
+    "is not there: the critic has its own parameters and optimizer, so a weight of its loss would only scale its "
+    "learning rate (model.critic.lr)"
+)
 _STOPS = "is not there: a response ends at a token. model.eos_token_ids names further tokens that end it"
 UNSUPPORTED = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _TRUNCATES),
     **dict.fromkeys(("stop", "stop_strings", "stop_token_ids"), _STOPS),
+    "vf_coef": _CRITIC_WEIGHT,
 }
-"""Name of a sampling setting that other systems have -> why Stageline does not have it, and what to use instead."""
+"""Name of a setting that other systems have -> why Stageline does not have it, and what to use instead."""
 _MAX_SUGGESTIONS = 3
 _MIN_SIMILARITY = 0.8
 """Minimum similarity (the ratio of difflib) of an unknown key to a setting's name in any section, or to one of the
@@ -173,8 +198,7 @@ _MIN_SIMILARITY = 0.8
 _HINTS: dict[Any, dict[str, Any]] = {}
 _GIVEN = {int: 1, float: 1.0}
 """Type of a number -> value that a missing setting of this type gets while the other settings are checked. Missing
-settings of other types get a text."""
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+settings of other types get their key path as a text, so that a problem with this text mentions the setting."""
 
 
 def _setting_types(section: Any) -> dict[str, Any]:
@@ -219,8 +243,12 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
             yield from _unknown_keys(source[key], OmegaConf.structured(section), name, root_schema, f"{prefix}{key}.")
         return
     if not isinstance(source, DictConfig):
-        settings = ", ".join(map(str, schema))
-        yield ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {settings}")
+        hint = f"it holds the settings {', '.join(map(str, schema))}"
+        paths = [f"{prefix}{one}" for one in map(str, schema)] if isinstance(source, str | int | float) else []
+        meant = next((path for path in paths if not any(_type_errors(path, source, name, root_schema))), None)
+        if meant is not None:
+            hint = f"did you mean {meant}={source if isinstance(source, str) else value_text(source)}?"
+        yield ConfigError(prefix[:-1], f"given {value_text(source)} (in {name}); {hint}")
         return
     for key in map(str, source):
         path = f"{prefix}{key}"
@@ -232,7 +260,7 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
             if _is_single(kind) and isinstance(source[key], DictConfig):
                 content: Any = OmegaConf.to_container(source[key])
                 hint = "; YAML takes a text that ends in : for a mapping" if [*content.values()] == [None] else ""
-                yield ConfigError(path, f"given {content!r} (in {name}); must be {_expected_text(kind)}{hint}")
+                yield ConfigError(path, f"given {value_text(content)} (in {name}); must be {type_text(kind)}{hint}")
                 continue
             yield from _unknown_keys(source[key], schema._get_node(key), name, root_schema, f"{path}.")
 
@@ -259,7 +287,7 @@ def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: 
         otherwise = "; ".join(filter(None, [otherwise, "docs/coming-from.md has the names that other systems use"]))
     for inside in inner:
         word = inside.rpartition(".")[2].lower()
-        meant = MOVED.get(f"{prefix}{inside}") or _suggestions(word, prefix, siblings, root_schema)
+        meant = MOVED.get(f"{prefix}{inside}") or _suggestions(f"{prefix}{inside}", prefix, siblings, root_schema)
         unsupported = difflib.get_close_matches(word, UNSUPPORTED, 1, _MIN_SIMILARITY)
         if meant:
             yield inside, f"; did you mean {', '.join(meant)}?"
@@ -269,24 +297,29 @@ def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: 
             yield inside, f"; {otherwise}" if otherwise else ""
 
 
-def _suggestions(word: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
-    """Return the paths of at most three settings that a user may have meant by an unknown key. `word`: the key's last
-    part, in lower case. `prefix`: key path of the section that was given the key, with a dot at its end; "" for the
-    whole config. `siblings`: the section's settings. A word of `UNSUPPORTED` has no suggestions. For any other word,
-    four ways are tried in order, until one of them finds a setting:
+def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
+    """Return the paths of at most three settings that a user may have meant by the unknown key path `key`. `prefix`:
+    key path of the section that was given the key, with a dot at its end; "" for the whole config. `siblings`: the
+    section's settings. If the last part of the key is in `UNSUPPORTED`, there are no suggestions. Otherwise four ways
+    are tried in order, until one of them finds a setting:
 
-    1. settings below `prefix` of this name, or that another system calls by this name (`SYNONYMS`)
+    1. settings below `prefix` that have the name, or that another system calls so (`SYNONYMS`). The name is the end of
+       `key`, and the longest known end decides: `eval.steps` before `steps`
     2. such settings in any section
     3. settings of this section with similar names
     4. settings of any section with very similar names
     """
+    ends = [*accumulate(reversed(key.lower().split(".")), lambda end, part: f"{part}.{end}")]
+    word, paths = ends[0], [*setting_paths(root_schema)]
     if word in UNSUPPORTED:
         return []
     named: dict[str, list[str]] = {}
-    for path in setting_paths(root_schema):
-        for called in (path.rpartition(".")[2], *SYNONYMS.get(path, ())):
+    for path in paths:
+        named.setdefault(path.rpartition(".")[2], []).append(path)
+    for path, names in SYNONYMS.items():
+        for called in names if path.partition("=")[0] in paths else ():
             named.setdefault(called, []).append(path)
-    everywhere = named.get(word, [])
+    everywhere = next((named[end] for end in reversed(ends) if end in named), [])
     meant = [path for path in everywhere if path.startswith(prefix)] or everywhere
     meant = meant or [f"{prefix}{name}" for name in difflib.get_close_matches(word, siblings)]
     if not meant:
@@ -331,18 +364,28 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
         nested = {part: nested}
     alone = make_dataclass("Setting", [(inside[0], _setting_types(section)[inside[0]], field(default=MISSING))])
     kind, container = _type_of(key, schema), isinstance(value, DictConfig | ListConfig)
-    refused = "of another type" if kind in _WORDS and container else None  # omegaconf accepts these in a new mapping
+    unquoted = _is_unquoted(key, value, name, schema)
+    # omegaconf accepts a container in a new mapping
+    refused = "of another type" if unquoted or (kind in WORDS and container) else None
     try:
         OmegaConf.merge(OmegaConf.structured(alone), OmegaConf.create(nested))
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
         refused = first_line(error)
     if refused is not None:
         given = OmegaConf.to_container(value) if container else value
-        what = "no value given" if given is None else f"given {given!r}"
-        expected = _expected_text(kind) or refused
+        what = "no value given" if given is None else f"given {value_text(given)}"
+        expected = (type_text(kind) or refused) + (": put it in quotes" if unquoted else "")
         meant = VALUE_SYNONYMS.get(str(given).lower(), "")
         hint = f" ({given} is called {meant} here)" if meant in expected.replace(",", "").split() else ""
         yield ConfigError(key, f"{what} (in {name}); must be {expected}{hint}")
+
+
+def _is_unquoted(key: str, value: Any, name: str, schema: Any) -> bool:
+    """Return True if a text setting has a value that YAML did not read as a text, and that may have been written in
+    another way: `off` becomes False, and the name 007 becomes 7. `name`: the source of the value."""
+    kind = _type_of(key, schema)
+    other = isinstance(value, bool) or (key == "name" and isinstance(value, int | float) and name != f"{key}={value}")
+    return other and (kind is str or str in get_args(kind))
 
 
 def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
@@ -376,26 +419,14 @@ def _type_of(key: str, schema: Any) -> Any:
 def _is_single(kind: Any) -> bool:
     """Return True if a setting of this type takes a single value: a number, a text, true or false, one of several
     choices, or null."""
-    if get_origin(kind) in (Union, types.UnionType):
+    if get_origin(kind) in (Union, UnionType):
         return all(map(_is_single, get_args(kind)))
-    return kind in _WORDS or kind is type(None) or get_origin(kind) is Literal
-
-
-def _expected_text(kind: Any) -> str:
-    """Return the values that a setting of this type takes, in words; "" if there are no words for the type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin in (Union, types.UnionType):
-        return ", or ".join("null" if a is type(None) else _expected_text(a) for a in arguments)
-    if origin in (list, tuple):
-        one = _WORDS.get(arguments[0], "") if arguments else ""
-        return f"a list ([a, b]), each element {one}" if one else "a list ([a, b])"
-    return "a mapping of names to settings" if origin is dict else _WORDS.get(kind, "")
+    return kind in WORDS or kind is type(None) or get_origin(kind) is Literal
 
 
 def first_line(error: Exception) -> str:
-    return str(getattr(error, "msg", None) or error).strip().splitlines()[0]
+    text = str(getattr(error, "msg", None) or error).strip().splitlines()[0]
+    return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", text)
 
 
 # ---- Loading and writing ---------------------------------------------------------------------------------
@@ -629,6 +660,9 @@ def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
     for name, source in [*([("", _default_placement(sources))] if schema is RunConfig else []), *sources]:
         if not isinstance(source, DictConfig):
             raise TypeError("not a mapping")
+        content: Any = OmegaConf.to_container(source)
+        if any(_is_unquoted(key, value, name, schema) for key, value in flatten_sections(content).items()):
+            raise TypeError("not a text")
         if schema is RunConfig:
             _drop_replaced_rewards(merged, source, overrides)
         merged = OmegaConf.merge(merged, source)  # one call for all would not check types in mappings
@@ -639,7 +673,7 @@ def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
 
 def _drop_replaced_rewards(merged: DictConfig, source: DictConfig, overrides: DictConfig) -> None:
     """Remove from `merged` what belongs to a reward that `source` replaces: the arguments of a part whose kind changes,
-    all parts if `source` gives one `kind` (the short form), and the short form if `source` gives parts.
+    all parts if `source` gives one `kind` (the short form), and the short form if `source` gives a part with a kind.
 
     `overrides`: the earlier `key=value` overrides. Arguments in them stay when the kind changes, because they may be
     meant for the new kind."""
@@ -650,7 +684,7 @@ def _drop_replaced_rewards(merged: DictConfig, source: DictConfig, overrides: Di
         parts = new.get("parts")
         if _kind_changes(new, old):
             old.args, old.parts = OmegaConf.select(overrides, f"{section}.args") or {}, {}
-        elif parts:
+        elif isinstance(parts, DictConfig) and any(isinstance(p, DictConfig) and p.get("kind") for p in parts.values()):
             old.kind, old.args = None, {}
         for name, part in parts.items() if isinstance(parts, DictConfig) else ():
             if name in old.parts and isinstance(part, DictConfig) and _kind_changes(part, old.parts[name]):
@@ -694,7 +728,7 @@ def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: 
     """
     OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
-        OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), "given"))
+        OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), key))
     try:
         config = _to_object(merged)
     except ConfigError:  # a reference to a refused key

@@ -12,6 +12,7 @@ for example that a repetition gives the same bits:
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,8 @@ from pipeline.config.role_models import (
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import SQLITE, TrackingConfig
 from pipeline.config.stored import check_stored
-from pipeline.errors import ConfigError, join_errors, refusal, refusals, refuse, run_checks
+from pipeline.errors import ConfigError, OtherProgramsConfig, join_errors, refusal, refusals, refuse, run_checks
+from pipeline.graph.graph import UPDATE_STAGE
 from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.division import check_division
@@ -179,11 +181,11 @@ class Preflight:
     `network` or `processes` -> the mechanism that protects these from the code, or None if nothing does."""
 
 
-def check_run(config: RunConfig, *, resume: bool) -> Preflight:
+def check_run(config: RunConfig, *, resume: bool, replaces: bool = False) -> Preflight:
     """Run `check_secrets`, then `check_run_directory` and `preflight`, and return what `preflight` has read. The errors
     of the last two are raised together."""
     saved = RunPaths(config.run_dir).prompts if resume else None
-    directory = partial(check_run_directory, config, resume=resume)
+    directory = partial(check_run_directory, config, resume=resume, replaces=replaces)
     check_secrets(config)
     checked: Preflight = run_checks(directory, lambda: preflight(config, saved))[1]
     return checked
@@ -219,8 +221,10 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     try:
         model = _check_model(config)
     except ConfigError as error:
+        of_others = (partial(read_model, key, path) for path, key in model_paths(config).items() if key != "model.path")
         source = [partial(_read_items, config)] if saved is None else []
-        raise join_errors([error, *refusals(*source, lambda: _check_rewards(config, None), *others)]) from error
+        further = refusals(*of_others, *source, lambda: _check_rewards(config, None), *others)
+        raise join_errors([error, *further]) from error
     _, tokenised, models, rewards, *_ = run_checks(
         lambda: _check_context(config, model),
         lambda: read_prompts(config, saved),
@@ -247,8 +251,7 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
         ConfigError: names the key paths of the settings that cannot work.
     """
     model = read_model("model.path", config.model.path, weights=False)
-    for problem in blocks_problems(config.model, Role.POLICY, model):
-        raise refusal(problem)
+    _check_blocks(config, model)
     models: Mapping[Role, ModelSpec] = run_checks(
         lambda: _check_roles(config, model, weights=False),
         lambda: _check_context(config, model),
@@ -309,8 +312,7 @@ def _check_roles(config: RunConfig, model: ModelSpec, *, weights: bool = True) -
     models = role_models(config, model, weights=weights)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
-        for problem in adapter_problems(config.model.lora, role, of_role):
-            raise refusal(problem)
+        refuse(adapter_problems(config.model.lora, role, of_role))
     return models
 
 
@@ -340,12 +342,13 @@ def open_tokenizer(config: RunConfig, path: str) -> Tokenizer:
     return tokenizer
 
 
-def check_run_directory(config: RunConfig, *, resume: bool) -> None:
+def check_run_directory(config: RunConfig, *, resume: bool, replaces: bool = False) -> None:
     """Check the run's directory and its object store. Leaves no file. If the config does not set the number of
-    evaluated prompts, set it to the number that the run in the directory has.
+    evaluated prompts, set it to the number that the run in the directory has. `replaces`: True if the run in the
+    directory will be moved aside, so that it does not matter what it is.
 
     Raises:
-        ConfigError: the run's name is no plain name. The directory, a gang's `weights_dir` or the store cannot be
+        ConfigError: the run's name is no plain name. The directory, a `weights_dir` or the store cannot be
             written to. The directory holds another run. Without `resume`: the directory or the store holds this run
             already. With `resume`: config.yaml was edited, a setting differs that a resumed run must keep, or the run's
             data is missing.
@@ -356,9 +359,12 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         raise refusal(problem)
     paths = RunPaths(config.run_dir)
     check_writable("runs_dir", config.runs_dir, paths.root)
-    for name, gang in config.placement.gangs.items():
-        if gang.weights_dir is not None:
-            check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
+    boards = {f"placement.gangs.{name}": gang.weights_dir for name, gang in config.placement.gangs.items()}
+    for section, given in (boards | {"cluster": config.cluster.weights_dir}).items():
+        if given is not None:
+            check_writable(f"{section}.weights_dir", given, Path(given))
+    if replaces:
+        return
     identity = read_identity(paths.root) if resume else None
     _keep_number_of_evaluated(config, paths, identity)
     if identity is not None:
@@ -392,6 +398,36 @@ def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Iden
         config.prompts.held_out = before["prompts"]["held_out"]
     if own.max is None:
         own.max = then["max"]
+
+
+def will_be_replaced(config: RunConfig) -> bool:
+    """Return True if a new run will move the directory of an earlier run of its name aside without being told to: the
+    earlier run has committed no update, its directory is no link and has no Slurm job, and no data is elsewhere."""
+    paths = RunPaths(config.run_dir)
+    return (
+        (holds_run(paths) or paths.config.exists())
+        and not (paths.variant.exists() or is_other_programs(paths))
+        and not (paths.root.is_symlink() or paths.job.exists() or config.storage.url is not None)
+        and not has_updates(config)
+    )
+
+
+def has_updates(config: RunConfig) -> bool:
+    """Return True if an update of the run of this name is committed."""
+    stages = {address.stage for address in config.stored.ledger().addresses()}
+    return bool(stages.intersection(UPDATE_STAGE.values()))
+
+
+def is_other_programs(paths: RunPaths) -> bool:
+    """Return True if the directory holds the training of a reward model, or responses that a judge labelled."""
+    try:
+        if paths.config.exists():
+            read_run_config(paths.config)
+    except OtherProgramsConfig:
+        return True
+    except ConfigError:
+        pass  # the config of a run, damaged or of another version
+    return False
 
 
 def holds_run(paths: RunPaths) -> bool:
@@ -446,13 +482,16 @@ def check_trackers(tracking: TrackingConfig) -> None:
 
 
 def _check_tracking(config: RunConfig) -> None:
-    """Raise ConfigError if a run with attached workers is tracked in an SQLite file on a network filesystem, unless the
-    file is in the run's own directory. SQLite's locks do not work on such a filesystem. If several runs used the file,
-    one driver would overwrite the records of another."""
+    """Raise ConfigError if the SQLite file for tracking cannot be made. Also if a run with attached workers is tracked
+    in such a file on a network filesystem, unless the file is in the run's own directory. SQLite's locks do not work on
+    such a filesystem. If several runs used the file, one driver would overwrite the records of another."""
     uri = config.tracking.uri
-    if config.cluster.kind == "local" or uri is None or not uri.startswith(SQLITE):
+    if uri is None or not uri.startswith(SQLITE):
         return
     file = Path(uri.removeprefix(SQLITE)).absolute()
+    check_writable("tracking.uri", uri, file.parent)
+    if config.cluster.kind == "local":
+        return
     kind = network_filesystem(file)
     if kind is None or file.is_relative_to(config.run_dir.absolute()):
         return
@@ -481,9 +520,15 @@ def check_writable(key: str, given: str, directory: Path) -> None:
 def _check_model(config: RunConfig) -> ModelSpec:
     model = read_model("model.path", config.model.path)
     check_output_layer("model.path", config.model.path)
-    for problem in blocks_problems(config.model, Role.POLICY, model):
-        raise refusal(problem)
+    _check_blocks(config, model)
     return model
+
+
+def _check_blocks(config: RunConfig, model: ModelSpec) -> None:
+    """Raise ConfigError if the policy's model has too few blocks for the policy, or for a critic with this model."""
+    same = config.has_critic and config.model.path_of(Role.CRITIC) == config.model.path
+    roles = (Role.POLICY, Role.CRITIC) if same else (Role.POLICY,)
+    refuse(problem for role in roles for problem in blocks_problems(config.model, role, model))
 
 
 def _check_context(config: RunConfig, model: ModelSpec) -> None:
@@ -511,14 +556,18 @@ def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
         for token in tokens
         if not 0 <= token < model.vocab_size
     )
+    ends = config.model.eos_token_ids if config.sampling.min_new_tokens else ()
+    never = {*config.sampling.suppress_token_ids, *ends}
+    if len(never) >= model.vocab_size:
+        need = "with model.eos_token_ids, which sampling.min_new_tokens forbids at first, no token is left to sample"
+        raise ConfigError("sampling.suppress_token_ids", f"given {len(never)} token ids; {need}")
 
 
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
     """Raise ConfigError if the layout of the role's gang cannot divide the role's model."""
     gang = config.placement.roles[role]
     layout, prefix = config.placement.gangs[gang].layout, f"placement.gangs.{gang}."
-    for problem in layout_problems(config.model, role, model, layout, prefix):
-        raise refusal(problem)
+    refuse(layout_problems(config.model, role, model, layout, prefix))
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
@@ -645,8 +694,7 @@ def _check_devices(config: RunConfig) -> None:
     gangs = config.gangs()
     placement, gpus = config.placement, {THIS_HOST: gpus_here()}
     share, device_sharing = may_share_gpus(config, gpus_here()), placement.device_sharing
-    for problem in device_problems(gangs, place_all_here(gangs), gpus, share=share, device_sharing=device_sharing):
-        raise refusal(problem)
+    refuse(device_problems(gangs, place_all_here(gangs), gpus, share=share, device_sharing=device_sharing))
 
 
 def may_share_gpus(config: RunConfig, num_gpus: int) -> bool:
@@ -683,9 +731,13 @@ def _check_cuda_only(config: RunConfig, *, on_gpus: bool) -> None:
     """Raise ConfigError if a setting needs a GPU and there is none."""
     if on_gpus:
         return
+    kernels = config.engine.embedded.kernels if config.engine.kind == "embedded" else "auto"
+    if kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        need = "the host has no GPU to run Triton's kernels on: auto, native or torch"
+        raise ConfigError("engine.embedded.kernels", f"given triton; {need}")
     if config.model.tf32:
         need = "TF32 is how NVIDIA GPUs may multiply float32, and the host has none: false"
-        raise ConfigError("model.tf32", f"given {config.model.tf32}; {need}")
+        raise refusal(Problem("model.tf32", True, need))
     for name, gang in config.placement.gangs.items():
         if gang.offload == "idle":
             need = "the host has no GPU whose memory would be freed: none, or gradients, which frees a CPU's too"
@@ -735,11 +787,13 @@ def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
         return _tokenised(config, tokenizer, config.prompts)
     table = _tokenised(config, tokenizer, source, "evaluate.prompts")
     num = min(len(table.lengths), most or len(table.lengths))
-    if num < 2 or num % shards:
-        fits = num - num % shards
-        way = f"{fits} would work" if fits > 1 else "evaluations need more prompts, at least 2"
-        need = f"{source.url} gives {num} prompts, which evaluate.shards = {shards} must divide: {way}"
-        raise ConfigError("evaluate.prompts.max", f"given {most}; {need}")
+    fits, least = num - num % shards, -(-2 // shards) * shards
+    if fits < least:
+        need = f"evaluations need {least} prompts or more (evaluate.shards = {shards}), and the source has {num}"
+        raise refusal(Problem("evaluate.prompts.url", source.url, need))
+    if fits < num:
+        need = f"{source.url} has {num} prompts, which evaluate.shards = {shards} must divide: {fits} would work"
+        raise refusal(Problem("evaluate.prompts.max", most, need))
     return table.beginning(num)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from pipeline.config.run import RunConfig
-from pipeline.errors import ConfigError, refusal
+from pipeline.errors import ConfigError, refusal, refuse, run_checks
 from stages.models.config import ModelConfig
-from stages.models.hf_files import head_problem, is_classifier, read_vocabulary
+from stages.models.hf_files import head_problem, is_classifier, read_vocabulary, weights_fault
 from stages.models.layouts import blocks_problems, layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, is_random, layer_and_part, read_spec, tensor_shapes
@@ -29,8 +30,9 @@ def read_model(key: str, path: str, *, weights: bool = True) -> ModelSpec:
         raise ConfigError(key, f"given {path!r}; its config.json is not JSON: {error}") from error
     except ValueError as error:
         raise ConfigError(key, f"given {path!r}; {error}") from error
-    if weights and not is_random(path) and not any(Path(path).glob("*.safetensors")):
-        raise ConfigError(key, f"given {path!r}; it holds no .safetensors file")
+    fault = weights_fault(path, model) if weights and not is_random(path) else None
+    if fault is not None:
+        raise ConfigError(key, f"given {path!r}; {fault}")
     return model
 
 
@@ -79,28 +81,30 @@ def role_models(config: RunConfig, policy: ModelSpec, *, weights: bool = True) -
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
     specs = dict.fromkeys((Role.POLICY, *others), policy)
-    for role in others:
-        key, path = f"model.{role}_path", config.model.path_of(role)
-        if path == config.model.path:
-            continue
-        specs[role] = other = read_model(key, path, weights=weights)
-        if role is Role.REFERENCE:
-            check_output_layer(key, path)
-        wrong = head_problem(path, other) if weights and role is Role.CRITIC else None
-        if wrong is not None:
-            raise ConfigError(key, f"given {path!r}; {wrong}")
-        _check_vocabulary(config, key, path, policy, other, exactly=role is Role.REFERENCE)
-        if config.seq > other.max_positions:
-            row = "a row of prompts.max_tokens + sampling.max_new_tokens"
-            raise ConfigError(
-                key, f"given {path!r}; {row} has {config.seq} tokens, its context is {other.max_positions}"
-            )
-        if weights and config.model.frozen_blocks:
-            _check_trunk(config, key, path, policy, other)
-    for role, spec in specs.items():
-        for problem in blocks_problems(config.model, role, spec):
-            raise refusal(problem)
+    own = [role for role in others if config.model.path_of(role) != config.model.path]
+    models = run_checks(*(partial(_read_own_model, config, role, policy, weights=weights) for role in own))
+    specs |= zip(own, models, strict=True)
+    refuse(problem for role, spec in specs.items() for problem in blocks_problems(config.model, role, spec))
     return specs
+
+
+def _read_own_model(config: RunConfig, role: Role, policy: ModelSpec, *, weights: bool) -> ModelSpec:
+    """Return the architecture of a reference or critic that has another model than the policy. Arguments and errors are
+    those of `role_models`."""
+    key, path = f"model.{role}_path", config.model.path_of(role)
+    other = read_model(key, path, weights=weights)
+    if role is Role.REFERENCE:
+        check_output_layer(key, path)
+    wrong = head_problem(path, other) if weights and role is Role.CRITIC else None
+    if wrong is not None:
+        raise ConfigError(key, f"given {path!r}; {wrong}")
+    _check_vocabulary(config, key, path, policy, other, exactly=role is Role.REFERENCE)
+    if config.seq > other.max_positions:
+        row = "a row of prompts.max_tokens + sampling.max_new_tokens"
+        raise ConfigError(key, f"given {path!r}; {row} has {config.seq} tokens, its context is {other.max_positions}")
+    if weights and config.model.frozen_blocks:
+        _check_trunk(config, key, path, policy, other)
+    return other
 
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
@@ -141,7 +145,7 @@ def check_scorer_layout(config: RunConfig, path: str, spec: ModelSpec) -> None:
     divided = any(gang.divides_scorers for gang in config.gangs() if gang.name == name)
     prefix = f"placement.gangs.{name}."
     for problem in layout_problems(ModelConfig(), Role.POLICY, spec, layout, prefix) if divided else ():
-        raise ConfigError(problem.key, f"given {problem.given}; {path!r} is scored with: {problem.need}")
+        raise refusal(dataclasses.replace(problem, need=f"{path!r} is scored with: {problem.need}"))
 
 
 def _check_vocabulary(

@@ -63,17 +63,20 @@ def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfi
     """Return a copy of the config without the known problems, so that problems between sections can still be found.
     Also return the names of the sections that were replaced as a whole.
 
-    In the copy, each setting in `wrong` has its default. A whole section is replaced by a valid one in
-    two cases:
+    In the copy, each setting in `wrong` has its default, or 1 if the default is a number that has a problem. A whole
+    section is replaced by a valid one in two cases:
 
     - A key in `wrong` has no default, because it names no field of a section. For example, it names an entry of a
       mapping.
-    - The section has problems even with the defaults.
+    - The section has problems even then.
     """
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
         setattr(sound, section, getattr(usual, section))
+    for problem in _section_problems(sound):
+        if type(problem.given) is int:  # a number that does not divide another one; 1 does
+            set_default(sound, problem.key, 1)
     for section in {problem.key.partition(".")[0] for problem in _section_problems(sound)}:
         setattr(sound, section, getattr(usual, section))
         replaced.add(section)
@@ -86,16 +89,17 @@ def _valid_config() -> RunConfig:
     return RunConfig(name="run", reward=reward, placement=placement)
 
 
-def set_default(config: RunConfig, key: str) -> bool:
-    """Set the setting `key` to its default. Return False, and change nothing, if no section has such a setting."""
-    *path, name = key.split(".")
+def set_default(config: RunConfig, key: str, value: object = None) -> bool:
+    """Set the setting `key` to its default, or to `value` if it is given. For an element of a list (`key[0]`), set the
+    list. Return False, and change nothing, if no section has such a setting."""
+    *path, name = key.partition("[")[0].split(".")
     owner: Any = config
     for part in path:
         owner = owner.get(part) if isinstance(owner, dict) else getattr(owner, part, None)
     if not is_dataclass(owner) or name not in {field.name for field in fields(owner)}:
         return False
     kind: Any = type(owner)
-    setattr(owner, name, getattr(kind(), name))
+    setattr(owner, name, getattr(kind(), name) if value is None else value)
     return True
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from stages.rewards.config import RewardPartsConfig, parts_problems
 from storage.config import EvaluationPromptsConfig, evaluation_prompts_problems
-from storage.problems import Constraint, Problem, above, at_least, divides, local_directory, setting
+from storage.problems import Constraint, Problem, above, at_least, divides, local_directory, setting, unknown_problems
 
 RULES = (
     "trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "mismatch", "first_updates",
@@ -59,8 +59,8 @@ class AlarmsConfig:
     kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
     """kl: alarm if the KL to the reference (`kl/ref_per_token`, nats per token) is above this for 3 steps in a row."""
     critic_steps: int | None = setting(5, at_least(1, ", or null for no such alarm"))
-    """critic: alarm if `critic/explained_variance` is below -0.05 for this many steps in a row: the critic is worse
-    than a constant."""
+    """critic: alarm if `critic/explained_variance` is below -0.05, or `critic/lr` is 0, for this many steps in a row:
+    the critic is worse than a constant, or learns nothing."""
     stop: list[str] = setting([])
     """Rules whose alarm ends the run. The run can be resumed. `mismatch` is the alarm of the canaries (section
     `mismatch`)."""
@@ -68,10 +68,9 @@ class AlarmsConfig:
 
 def alarms_problems(config: AlarmsConfig) -> Iterator[Problem]:
     """Yield the section's problems that do not involve other sections."""
+    yield from unknown_problems("alarms.stop", config.stop, RULES, "rule")
     for rule in config.stop:
-        if rule not in RULES:
-            yield Problem("alarms.stop", rule, f"no such rule; the rules are {', '.join(RULES)}")
-        elif rule in _LIMITS and getattr(config, _LIMITS[rule]) is None:
+        if rule in _LIMITS and getattr(config, _LIMITS[rule]) is None:
             need = f"that rule is off (alarms.{_LIMITS[rule]}=null): give its limit, or leave it out"
             yield Problem("alarms.stop", rule, need)
 
@@ -417,9 +416,7 @@ def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:
     if config.register is not None and (config.uri is None or not config.uri.startswith(SQLITE)):
         need = "needs a tracking.uri of sqlite:///: a server takes no weights that lie on this host; or null"
         yield Problem("tracking.register", config.register, need)
-    for name in config.also:
-        if name not in TRACKERS:
-            yield Problem("tracking.also", name, f"no such tracker; there are {', '.join(TRACKERS)}")
+    yield from unknown_problems("tracking.also", config.also, TRACKERS, "tracker")
     if config.also and config.uri is None:
         yield Problem("tracking.also", config.also, "they get what MLflow gets, and tracking.uri=null switches it off")
     if len({*config.also}) < len(config.also):

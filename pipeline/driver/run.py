@@ -260,6 +260,8 @@ def _start_run(run: Run) -> Iterator[StartedRun | None]:
             run.screen.print_event("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
             pass  # removes weights that a driver left in memory when it died at the run's end
+        text = f"complete: {paths.root} has all {config.steps} steps, and nothing was left to compute"
+        run.screen.print_event("complete", text, text=text)
         yield None
         return
     with published_weights(config, history.ledger) as board, start_cluster(config) as workers:

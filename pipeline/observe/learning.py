@@ -43,7 +43,11 @@ class RuleResult:
     """Number of steps in a row after which the violated rule raises an alarm."""
 
 
+_TOO_FAST = "lower model.policy.lr, or raise ppo.kl.coef; `stageline export RUN --version best` has the best version"
 ADVICE = {
+    "first_updates": _TOO_FAST,
+    "kl": _TOO_FAST,
+    "entropy": _TOO_FAST,
     "equal_groups": "sample more responses per prompt (rollout.responses_per_prompt), use a reward with finer steps, "
     "permit longer responses (sampling.max_new_tokens), or choose prompts that are sometimes solved",
     "cut_responses": "raise sampling.max_new_tokens, or reward short responses (the part `overlong`)",
@@ -51,11 +55,12 @@ ADVICE = {
     "easier prompts or a reward with finer steps",
     "constant_length": "look at the responses with `stageline inspect`: the policy may repeat one answer; lower "
     "model.policy.lr or raise ppo.kl.coef",
-    "unmoved": "raise model.policy.lr if it is 0 or tiny; without a gradient, the scores of a step do not differ or "
-    "all rows are left out of the loss (ppo.truncated=mask, ppo.skip_equal_groups)",
+    "unmoved": "without a gradient, the scores of a step do not differ, or all rows are left out of the loss: "
+    "cut responses by ppo.truncated=mask (raise sampling.max_new_tokens), equal groups by ppo.skip_equal_groups; else "
+    "raise model.policy.lr, if it is 0 or tiny",
     "critic": "raise model.critic.lr or ppo.critic_warmup_steps, or train without a critic (ppo.advantage=rloo)",
 }
-"""Rule that raised an alarm -> advice for the next run."""
+"""Rule that raised an alarm -> advice for the next run. The first rules are the causes of the later ones."""
 
 
 def check_learning(

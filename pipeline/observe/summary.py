@@ -159,9 +159,9 @@ class Summary:
     """Stage -> (predicted, measured) seconds per step, summed over the stage's nodes. The key `step` has the seconds of
     the whole step. Empty if the config has no `predicted_s`."""
     hints: tuple[str, ...] = ()
-    """Reasons why the run learned little. There is one text for each rule that raised an alarm and is in
-    `learning.ADVICE`. The text consists of the rule's last alarm and the advice. Empty if the held-out reward has
-    grown (`LEARNED_T`)."""
+    """Reasons why the run learned little. There is one text if the held-out reward has fallen, and one for each rule
+    that raised an alarm and is in `learning.ADVICE`: the rule's last alarm, and the advice. Empty if the held-out
+    reward has grown (`LEARNED_T`)."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -248,10 +248,15 @@ def summarise(
 def _hints(alarms: Sequence[Event], compared: EvalSummary | None) -> tuple[str, ...]:
     """Return advice for each rule of `ADVICE` that raised an alarm. Return none if the held-out reward has grown by
     more than chance explains (`LEARNED_T`): then the run has learned."""
-    if compared is not None and (compared.paired_t or 0.0) >= LEARNED_T:
+    change = 0.0 if compared is None else compared.paired_t or 0.0
+    if change >= LEARNED_T:
         return ()
+    fallen = f"the held-out reward has fallen (paired t {change:.1f}). Advice: {ADVICE['kl']}"
     last = {e.rule or "": e for e in alarms if e.rule in ADVICE}
-    return tuple(f"after {(e.step or 0) + 1} steps: {e.detail}. Advice: {ADVICE[rule]}" for rule, e in last.items())
+    return (fallen,) * (change <= -LEARNED_T) + tuple(
+        f"after {(e.step or 0) + 1} steps: {e.detail}. Advice: {ADVICE[rule]}"
+        for rule, e in sorted(last.items(), key=lambda item: [*ADVICE].index(item[0]))
+    )
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as FastBackend
 
-from stages.models.spec import SCORE_WEIGHT, ModelSpec, is_random, read_config, read_eos_ids
+from stages.models.spec import LM_HEAD, SCORE_WEIGHT, ModelSpec, is_random, read_config, read_eos_ids, tensor_shapes
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
@@ -40,6 +40,10 @@ class PadTokenError(ValueError):
     """The pad token that the config names cannot be used with a tokenizer, or a tokenizer has no token to pad with."""
 
 
+class ChatTemplateError(ValueError):
+    """A tokenizer has no chat template, or its template cannot express the messages."""
+
+
 class Tokenizer(Protocol):
     """The part of a tokenizer that the stages use."""
 
@@ -59,7 +63,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of the conversation, up to the start of the assistant's next message."""
+        """Return the tokens of the conversation, up to the start of the assistant's next message. Raises
+        ChatTemplateError if there is no template for these messages."""
         ...
 
     def token_bytes(self) -> list[bytes] | None:
@@ -154,11 +159,15 @@ class HubTokenizer:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return list(
-            self.inner.apply_chat_template(
-                [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        )
+        if getattr(self.inner, "chat_template", None) is None:
+            raise ChatTemplateError("the tokenizer has no chat template")
+        given = [dict(message) for message in messages]
+        template_error: type[Exception] = import_module("jinja2").TemplateError
+        try:
+            ids = self.inner.apply_chat_template(given, tokenize=True, add_generation_prompt=True, return_dict=False)
+        except (ValueError, template_error) as error:
+            raise ChatTemplateError(f"the tokenizer's chat template refuses these messages: {error}") from error
+        return list(ids)
 
     def token_bytes(self) -> list[bytes] | None:
         backend: FastBackend | None = getattr(self.inner, "backend_tokenizer", None)
@@ -234,6 +243,31 @@ def weight_files(path: str) -> list[Path]:
     if not index.is_file():
         raise FileNotFoundError(f"no weights at {path!r}: neither {whole.name} nor {index.name} is there")
     return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def weights_fault(path: str, spec: ModelSpec) -> str | None:
+    """Return what is wrong with the stored weights of a model that `spec` describes, or None. Only the headers of the
+    files are read: a file may be missing or cut short, a tensor may be missing or have another shape."""
+    wanted = tensor_shapes(spec)
+    if is_classifier(path):
+        wanted.pop(LM_HEAD, None)
+    stored: dict[str, tuple[int, ...]] = {}
+    try:
+        files = weight_files(path)
+    except (OSError, ValueError) as error:
+        return str(error)
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as tensors:
+                stored |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            return f"{file.name} is cut short, or no file of weights: {error}"
+    for name, shape in wanted.items():
+        if name not in stored:
+            return f"its weights lack {name}"
+        if stored[name] != shape:
+            return f"its config.json says {list(shape)} for {name}, and its weights have {list(stored[name])}"
+    return None
 
 
 def file_digests(path: str) -> dict[str, str]:

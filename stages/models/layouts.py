@@ -42,7 +42,8 @@ def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator
     if not 0 <= frozen < spec.num_layers:
         need = f"the {_whose(role)} has {spec.num_layers} blocks: at most {spec.num_layers - 1}"
         yield Problem("model.frozen_blocks", frozen, need)
-    elif role is Role.CRITIC and model.critic_blocks is not None and not 1 <= model.critic_blocks <= above:
+        above = spec.num_layers
+    if role is Role.CRITIC and model.critic_blocks is not None and not 1 <= model.critic_blocks <= above:
         yield Problem("model.critic_blocks", model.critic_blocks, f"must be from 1 to {above}")
 
 

@@ -428,12 +428,11 @@ def read_config(path: str) -> dict[str, Any]:
         return dict(json.loads(json.dumps(_RANDOM[path])))  # a copy that the caller may change
     file = Path(path) / "config.json"
     if not file.is_file():
-        known = ", ".join(map(repr, _RANDOM))
+        known = ", ".join(_RANDOM)
         is_name = _HUB_NAME.fullmatch(path) is not None
-        cache = f"; nor is its main revision in {_hub_cache()} (`hf download {path}`)" if is_name else ""
-        raise FileNotFoundError(
-            f"no model at {path!r}: no {file}{cache} (give a Hugging Face directory, or one of {known})"
-        )
+        cache = f", nor is its main revision in {_hub_cache()} (`hf download {path}`)" if is_name else ""
+        need = f"give a Hugging Face directory, or one of {known}"
+        raise FileNotFoundError(f"no model: there is no {file}{cache}: {need}")
     return dict(json.loads(file.read_text()))
 
 

@@ -23,7 +23,7 @@ from stages.rewards.protocol import Part, Reward
 from stages.rewards.sandbox.answers import UnconfinedAnswers
 from stages.rewards.sandbox.process import Confinement
 from stages.rewards.user import UserReward
-from storage.problems import Problem
+from storage.problems import Problem, type_text, value_text
 
 REWARDS: dict[str, str] = {
     "answer": "stages.rewards.rules:AnswerReward",
@@ -54,7 +54,7 @@ class UnfitReward(ValueError):
     """Settings from which no reward can be built. `problem`: the key, the given value and what would work."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(f"{problem.key}: given {problem.given!r}; {problem.need}")
+        super().__init__(f"{problem.key}: given {value_text(problem.given)}; {problem.need}")
         self.problem = problem
 
 
@@ -114,6 +114,9 @@ def build_reward(
             the message lists the known names.
     """
     if ":" in kind:
+        if kind.startswith("__main__:"):
+            need = "a worker cannot import a notebook or script: put it in a module file, my_reward.py for my_reward:"
+            raise UnfitReward(Problem(f"{key}.kind", kind, need + kind.partition(":")[2]))
         if not all(word.isidentifier() for word in kind.replace(":", ".", 1).split(".")):
             need = "your own reward must be module:function or module:Class, with the module named as in an import"
             raise UnfitReward(Problem(f"{key}.kind", kind, need))
@@ -180,7 +183,8 @@ def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, 
             raise UnfitReward(Problem(f"{key}.args.{name}", shown, f"no such argument; {kind} takes {names}"))
         wanted = taken[name].annotation
         if get_origin(wanted) is not Literal and not is_bearable(value, wanted, conf=_NUMBERS):
-            raise UnfitReward(Problem(f"{key}.args.{name}", value, f"must be {inspect.formatannotation(wanted)}"))
+            need = f"must be {type_text(wanted) or inspect.formatannotation(wanted)}"
+            raise UnfitReward(Problem(f"{key}.args.{name}", value, need))
     for name, parameter in taken.items():
         if parameter.default is parameter.empty and name not in args:
             raise UnfitReward(Problem(f"{key}.args.{name}", None, f"must be given; {kind} takes {names}"))

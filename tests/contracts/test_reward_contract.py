@@ -166,7 +166,7 @@ def test_an_argument_that_cannot_work_is_refused(case: Case) -> None:
 def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UnfitReward, match=r"reward\.kind: given 'vadr'; known are answer, characters, .* vader, and"):
         build_reward("vadr", {}, "reward")
-    with pytest.raises(UnfitReward, match=r"reward\.args\.target: given None; must be given; length takes target"):
+    with pytest.raises(UnfitReward, match=r"reward\.args\.target: given null; must be given; length takes target"):
         build_reward("length", {}, "reward")
 
 

@@ -74,7 +74,7 @@ def test_every_config_of_the_page_would_run(config: str, said: str, capsys: pyte
     [
         (
             "reward.args.least=2",
-            "reward.args: given {'least': 2}; no such argument: least; my_rewards:digits takes most",
+            "reward.args: given {least: 2}; no such argument: least; my_rewards:digits takes most",
         ),
         ("reward.kind=my_rewards:letters", "has no function or class 'letters'; it has digits, Wanted"),
         ("reward.kind=their_rewards:x", "there is no module their_rewards in"),

@@ -78,15 +78,15 @@ def test_a_config_that_was_changed_is_checked_again(tmp_path: Path) -> None:
         "step": ("no such key", "did you mean steps?"),
         "steps": ("given 'abc'", "must be a whole number"),
         "model.policy.lr": ("given np.float64(0.001)", "must be a number"),
-        "ppo.kl": ("given None", "it holds the settings where, estimator, coef, target, horizon"),
+        "ppo.kl": ("given null", "it holds the settings where, estimator, coef, target, horizon"),
         "seed": ("given -1; must be from 0 to 2^63 - 1", ""),
     }
     config = stageline.load_config(*arguments(tmp_path, "unused"))
     config.reward.args["scorer"] = len
     with pytest.raises(stageline.ConfigError, match=r"^reward.args.scorer: .* not a supported primitive type"):
         stageline.run(config, quiet=True)
-    with pytest.raises(TypeError, match=r"run\(load_config\('tiny.yaml'\)\)"):
-        stageline.run("tiny.yaml")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r'run\(load_config\("run.yaml", "steps=4"\)\), not \{}'):
+        stageline.run({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callbacks: give a list of functions"):
         stageline.run(config, callbacks=print)  # type: ignore[arg-type]
 

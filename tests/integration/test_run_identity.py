@@ -92,6 +92,9 @@ def test_changes_that_decide_what_is_computed_are_refused(copy: Path, capsys: py
         assert part in said
     assert "cluster.attempts" not in said
     assert "did you mean" in refused([str(copy), "stepz=9"], capsys)
+    wrong = refused([str(copy), "seed=7", "stepz=9", "alarms.kl_above=0", "name=x", f"runs_dir={copy}"], capsys)
+    keys = [line.removeprefix("refused ").partition(":")[0] for line in wrong.splitlines()]
+    assert keys == ["name", "runs_dir", "stepz", "alarms.kl_above", "seed"]
     assert len(identity_of(copy).statements) == 1
 
 
@@ -157,11 +160,12 @@ def test_a_journal_without_room_ends_the_run_which_can_be_resumed(
     assert [e for e in read_events(copy / "events.jsonl") if e.kind is EventKind.RUN_FINISHED]
 
 
-def test_weights_of_a_run_that_died_at_its_end_are_let_go(copy: Path) -> None:
+def test_weights_of_a_run_that_died_at_its_end_are_let_go(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     board = RunPaths(copy).board(None)
     WeightBoard(board).directory.joinpath("spare.bin").write_bytes(b"left")
     assert main(["resume", str(copy)]) == 0
     assert not board.exists()
+    assert f"complete: {copy} has all 2 steps, and nothing was left to compute" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_longer_and_evaluates(copy: Path) -> None:

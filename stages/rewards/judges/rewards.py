@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from jinja2 import TemplateError
-
-from stages.models.hf_files import is_classifier, read_tokenizer, weight_files
+from stages.models.hf_files import ChatTemplateError, is_classifier, read_tokenizer, weight_files
 from stages.models.spec import is_random, read_spec
 from stages.rewards.config import RETRY_S, TIMEOUT_S
 from stages.rewards.judges.answers import AnswerCache, question_key
@@ -212,8 +210,8 @@ class LocalJudgeReward(ProcessModelReward):
         first = [] if system is None else [{"role": "system", "content": system}]
         try:
             self._tokenizer.apply_chat_template([*first, {"role": "user", "content": "x"}])
-        except (ValueError, TemplateError) as error:
-            need = f"its chat template cannot express the rubric's messages ({error}): give an instruction-tuned model"
+        except ChatTemplateError as error:
+            need = f"it cannot be asked the rubric's questions: {error}: give an instruction-tuned model"
             raise UnfitReward(Problem("path", path, need)) from error
         self.deterministic = pass_tokens is None and against != GROUP
         self._likeliest = likeliest

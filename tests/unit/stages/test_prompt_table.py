@@ -49,8 +49,11 @@ def test_a_prompt_that_is_too_long_is_refused_or_skipped() -> None:
     ):
         table(max_tokens=4)
     assert table(max_tokens=4, too_long="skip").lengths.tolist() == [3, 2, 1, 2, 2, 3, 1]
-    with pytest.raises(PromptsError, match=r"^prompts.url: no prompt .* is usable"):
+    with pytest.raises(PromptsError, match=r"^prompts.opening_tokens: given 6; the longest prompt of x.jsonl has 5"):
         table(opening_tokens=6, max_tokens=6)
+    for texts, said in ({"abc", "defg"}, "prompts.max_tokens: given 2; .* has 3 tokens"), ({""}, "prompts.url: all"):
+        with pytest.raises(PromptsError, match=f"^{said}"):
+            tokenise(items([*texts]), ByteTokenizer(), PromptsConfig("x.jsonl", max_tokens=2, too_long="skip"), seed=0)
 
 
 def test_chats_go_through_the_template() -> None:

@@ -21,6 +21,7 @@ from storage.problems import (
     plain_name,
     setting,
     setting_problems,
+    value_text,
 )
 
 
@@ -42,6 +43,15 @@ def test_each_kind_of_constraint(constraint: Constraint, fine: list, wrong: list
         (problem,) = constraint.problems({"key": value})
         assert (problem.key, problem.given) == ("key", value)
         assert problem.need.startswith(need)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), (2.0, "2"), (0.5, "0.5"), (2, "2"), ("a b", "'a b'"), ([None, "x"], "[null, 'x']"),
+     ({"a": {"b": False}}, "{a: {b: false}}"), (math.nan, "nan")],
+)  # fmt: skip
+def test_a_value_is_spelled_as_in_yaml(value: object, text: str) -> None:
+    assert value_text(value) == text
 
 
 @pytest.mark.parametrize("constraint", [at_least(0), above(0), between(0, 1), finite()])

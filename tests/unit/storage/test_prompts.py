@@ -132,7 +132,7 @@ def test_split_is_a_partition_that_depends_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("held_out", [20, 21, -1])
 def test_a_split_that_leaves_nothing_to_train_on(held_out: int) -> None:
-    with pytest.raises(PromptsError, match=rf"prompts\.held_out: given {held_out}, .* 20 prompts: 0\.\.19 would work"):
+    with pytest.raises(PromptsError, match=rf"prompts\.held_out: .* hold out {held_out} prompts, .* prompts: 20\)"):
         split(20, held_out, seed=0)
 
 

@@ -143,6 +143,19 @@ def test_resumes_changes_stand_anywhere(
     assert "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check"], "required: CONFIG|RUN\n"),
+        (["export", "x", "--version", "y"], "given 'y'; must be a number, or best"),
+    ],
+)
+def test_wrong_arguments_are_said_plainly(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
 def test_brackets_and_long_paths_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     path = "[bold]" + "x" * 200 + ".yaml"
     assert main(["run", path]) == 2

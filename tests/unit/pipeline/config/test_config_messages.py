@@ -70,7 +70,10 @@ def test_unknown_keys_and_wrong_types_of_all_sources_are_said_at_once(base: Path
     [
         (("steps=0", "staleness=-1", "ppo.clip=2"), ["steps", "staleness", "ppo.clip"]),
         (("steps=ten", "staleness=-1", "rollout.rows=0"), ["steps", "staleness", "rollout.rows"]),
-        (("rollout.shards=two", "rollout.rows=3"), ["rollout.shards"]),  # it is not the default that does not divide
+        # it is not the default of shards that does not divide
+        (("rollout.shards=two", "rollout.rows=3", "ppo.minibatches=1"), ["rollout.shards"]),
+        (("rollout.rows=15", "ppo.minibatches=7"), ["rollout.shards", "ppo.minibatches"]),
+        (("reward.parts.a.timeout_s=5",), ["reward.parts.a.kind", "reward.kind"]),
         (("rollout=5", "ppo.minibatches=7", "ppo.clip=2"), ["rollout", "ppo.clip"]),
         (("data.a=1", "data.b=2", "steps=0"), ["data.a", "data.b", "steps"]),
         (("rollout.rows=-3",), ["rollout.rows"]),
@@ -202,6 +205,24 @@ def test_a_model_that_is_not_there_hides_nothing_else(base: Path, tmp_path: Path
     }  # fmt: skip
 
 
+def test_every_model_is_looked_at(base: Path, tmp_path: Path) -> None:
+    others = ("model.reference_path=/nope", "model.critic_path=/nope2")
+    for changes, keys in {
+        others: ["model.reference_path", "model.critic_path"],
+        ("model.path=/nope3", *others): ["model.path", "model.reference_path", "model.critic_path"],
+        ("model.frozen_blocks=100", "model.critic_blocks=99"): ["model.frozen_blocks", "model.critic_blocks"],
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            preflight(load(base, write_prompts(tmp_path, 40), *changes))
+        assert caught.value.keys == keys
+
+
+def test_all_unknown_names_of_a_list_are_said(base: Path) -> None:
+    said = r"tracking.also: given \['tensorbord', 'x'\]; no such tracker; did you mean tensorboard\? There are tensorb"
+    with pytest.raises(ConfigError, match=said):
+        load(base, "tracking.uri=sqlite:///x.db", "tracking.also=[tensorbord, wandb, x]")
+
+
 def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
     one, other = ConfigError("a", "x"), ConfigError("b", "y")
     assert str(join_errors([one])) == "a: x"
@@ -236,16 +257,30 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
         ),
         (
             "reward.kind=mine:",
-            "reward.kind: given {{'mine': None}} (in {}); must be a text, or null; YAML takes a text that ends in : "
+            "reward.kind: given {{mine: null}} (in {}); must be a text, or null; YAML takes a text that ends in : "
             "for a mapping",
         ),
         ("reward.args=3", "reward.args: given 3 (in {}); must be a mapping of names to settings"),
+        ("ppo.kl=0.1", "ppo.kl: given 0.1 (in {}); did you mean ppo.kl.coef=0.1?"),
+        ("reward=mine:f", "reward: given 'mine:f' (in {}); did you mean reward.kind=mine:f?"),
+        ("name=off", "name: given false (in {}); must be a text: put it in quotes"),
+        ("name=007", "name: given 7 (in {}); must be a text: put it in quotes"),
+        ("prompts.field=on", "prompts.field: given true (in {}); must be a text: put it in quotes"),
+        ("runs_dir=${oc.env:NOT_SET}", "runs_dir: Environment variable 'NOT_SET' not found"),
     ],
 )
 def test_wrong_types_are_said_in_words(base: Path, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(base, override)
     assert str(caught.value) == said.format(override)
+
+
+def test_a_number_may_be_a_text_if_it_is_spelled_so(base: Path) -> None:
+    assert load(base, "name=7").name == "7"
+    assert load(base, "prompts.field=0").prompts.field == "0"
+    base.write_text(BASE.replace("name: base", "name: 7"))
+    with pytest.raises(ConfigError, match=r"name: given 7 .* put it in quotes"):
+        load(base)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +308,7 @@ def test_a_file_that_is_called_like_a_setting_is_a_file(base: Path, tmp_path: Pa
 
 def test_nothing_ends_a_reward_that_ships_with_stageline(base: Path) -> None:
     base.write_text(BASE.replace("{kind: characters, args: {characters: aeiou}}", "{parts: {a: {kind: vader}}}"))
-    with pytest.raises(ConfigError, match=r"reward.parts.a.timeout_s: given 5.0; vader has no time-out for a batch"):
+    with pytest.raises(ConfigError, match=r"reward.parts.a.timeout_s: given 5; vader has no time-out for a batch"):
         load(base, "reward.parts.a.timeout_s=5")
     load(base, "reward.parts.a.timeout_s=60")
     base.write_text(BASE.replace("{kind: characters, args: {characters: aeiou}}", "{parts: {a: {kind: 'mine:score'}}}"))
@@ -338,7 +373,7 @@ def test_a_single_role_may_be_placed_elsewhere(base: Path) -> None:
 def test_whoever_places_roles_places_all(base: Path) -> None:
     one = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
     assert [*load(base, one).placement.gangs] == ["all"]
-    with pytest.raises(ConfigError, match=r"placement.roles.score: given None; placed nowhere"):
+    with pytest.raises(ConfigError, match=r"placement.roles.score: given null; placed nowhere"):
         load(base, "placement={gangs: {all: {}}, roles: {generate: all, policy: all, reference: all, critic: all}}")
 
 

@@ -85,7 +85,7 @@ def test_a_judge_in_an_ensemble_is_looked_at_too(folder: Path) -> None:
 
 def test_retries_end_before_the_nodes_deadline(folder: Path) -> None:
     said = refusal_of(folder, "judge", GRADED, "cluster.deadline_s=360")
-    assert said.startswith("reward.parts.judged.args.retry_s: given 300.0; with timeout_s = 60 must be less than clu")
+    assert said.startswith("reward.parts.judged.args.retry_s: given 300; with timeout_s = 60 must be less than clu")
     load(folder, "judge", GRADED | {"retry_s": 200}, "cluster.deadline_s=360")
 
 

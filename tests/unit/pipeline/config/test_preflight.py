@@ -17,7 +17,14 @@ from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.memory import planned_run, workers_memory
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, check_shapes, check_trackers, device_notes, preflight
+from pipeline.config.preflight import (
+    check_run_directory,
+    check_shapes,
+    check_trackers,
+    device_notes,
+    preflight,
+    will_be_replaced,
+)
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.config.sections import TrackingConfig
@@ -50,7 +57,8 @@ def model_directory(folder: Path, weights: bool = True, **changes: object) -> Pa
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(read_config("random:tiny") | changes))
     if weights:
-        (directory / "model.safetensors").write_bytes(b"")
+        shapes = tensor_shapes(read_spec("random:tiny"))
+        save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / "model.safetensors")
     return directory
 
 
@@ -81,7 +89,7 @@ def test_what_was_read_is_handed_on(folder: Path) -> None:
         ("prompts.max_tokens=5", "prompts.max_tokens", ("given 5", "has 6 tokens", "prompts.too_long=skip")),
         ("prompts.max_tokens=249", "prompts.max_tokens", ("257 tokens", "context is 256", "at most 248")),
         ("sampling.max_new_tokens=256", "sampling.max_new_tokens", ("given 256", "context is 256")),
-        ("prompts.held_out=6", "prompts.held_out", ("given 6", "6 prompts", "0..5")),
+        ("prompts.held_out=6", "prompts.held_out", ("hold out 6 prompts", "usable prompts: 6", "evaluate.every=0")),
         ("sampling.suppress_token_ids=[256]", "sampling.suppress_token_ids", ("given 256", "0 to 255")),
         ("model.eos_token_ids=[2,256]", "model.eos_token_ids", ("given 256", "0 to 255")),
         ("model.eos_token_ids=[-1]", "model.eos_token_ids", ("given -1", "0 to 255")),
@@ -133,7 +141,7 @@ def test_evaluations_may_have_prompts_of_their_own(folder: Path) -> None:
         (3, ("evaluate.prompts.format=chat",), "evaluate.prompts.format", ("mine.jsonl", "role")),
         (3, ("prompts.max_tokens=6",), "prompts.max_tokens", ("mine.jsonl", "7 tokens")),
         (3, ("evaluate.shards=2",), "evaluate.prompts.max", ("mine.jsonl", "3 prompts", "2 would work")),
-        (1, (), "evaluate.prompts.max", ("1 prompts", "at least 2")),
+        (1, (), "evaluate.prompts.url", ("mine.jsonl", "2 prompts or more", "the source has 1")),
         (3, ("evaluate.reward.kind=answer",), "evaluate.reward.args", ("'answer'", "prompt 0 of ", "mine.jsonl")),
     ],
 )
@@ -188,6 +196,7 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
     [
         ("model.tf32=true", "model.tf32", "the host has none: false"),
         ("placement.gangs.all.offload=idle", "placement.gangs.all.offload", "none, or gradients"),
+        ("engine.embedded.kernels=triton", "engine.embedded.kernels", "auto, native or torch"),
     ],
 )
 def test_gpu_settings_need_one(folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, key: str, need: str) -> None:
@@ -269,7 +278,7 @@ def test_an_engine_of_a_version_that_nobody_knows_is_refused() -> None:
 def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
     """Keys and values of 4 blocks, 2 heads of 4096 in float32 take 256 KB a token, and a
     block has 16."""
-    directory = model_directory(folder, weights=True, head_dim=4096)
+    directory = own_model(folder, "own", head_dim=4096)
     settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8")
     with pytest.raises(
         ConfigError, match=r"engine\.kv_budget_mb: given 3; .* row of 16 tokens .* take 4, .*max_rows 64"
@@ -289,7 +298,7 @@ def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
         ),
         (
             "{distributed_optimizer: true}", 2, "distributed_optimizer",
-            ("given True", "model.critic.optimizer=adafactor needs", ": false (", "model.critic.optimizer=adamw"),
+            ("given true", "model.critic.optimizer=adafactor needs", ": false (", "model.critic.optimizer=adamw"),
             ("model.critic.optimizer=adafactor",),
         ),
     ],
@@ -444,6 +453,7 @@ def test_a_critics_gang_must_cut_the_critics_model(folder: Path) -> None:
     [
         (True, {"model_type": "gpt2"}, ("gpt2", "llama")),
         (False, {}, (".safetensors",)),
+        (True, {"vocab_size": 300}, ("config.json says [300, 64] for model.embed_tokens.weight", "[256, 64]")),
         (True, {}, ("tokenizer",)),
     ],
 )
@@ -501,11 +511,39 @@ def test_an_unwritable_run_directory_is_refused(folder: Path, below: str) -> Non
     assert str(runs) in str(refusal.value)
 
 
-def test_an_unwritable_directory_for_weights_is_refused(folder: Path) -> None:
-    config = load(folder, "placement.gangs.all.weights_dir=/proc/weights")
-    with pytest.raises(ConfigError, match=r"given '/proc/weights'; cannot write to /proc: .* Set placement") as refusal:
+@pytest.mark.parametrize("section", ["placement.gangs.all", "cluster"])
+def test_an_unwritable_directory_for_weights_is_refused(folder: Path, section: str) -> None:
+    config = load(folder, f"{section}.weights_dir=/proc/weights")
+    with pytest.raises(ConfigError, match=f"given '/proc/weights'; cannot write to /proc: .* Set {section}") as refusal:
         check_run_directory(config, resume=False)
-    assert refusal.value.key == "placement.gangs.all.weights_dir"
+    assert refusal.value.key == f"{section}.weights_dir"
+
+
+def test_a_file_for_tracking_that_cannot_be_made_is_refused(folder: Path) -> None:
+    (folder / "a file").write_text("")
+    with pytest.raises(ConfigError, match=r"tracking\.uri: given .*cannot write to .*a file"):
+        preflight(load(folder, f"tracking.uri=sqlite:///{folder}/a file/mlflow.db"))
+
+
+def test_something_must_be_left_to_sample(folder: Path) -> None:
+    """The end is forbidden before min_new_tokens."""
+    tokens = [token for token in range(256) if token != 7]
+    given = (f"sampling.suppress_token_ids={tokens}", "model.eos_token_ids=[7]")
+    preflight(load(folder, *given, "sampling.min_new_tokens=0"))
+    with pytest.raises(ConfigError, match=r"sampling\.suppress_token_ids: given 256 token ids; .*no token is left"):
+        preflight(load(folder, *given, "sampling.min_new_tokens=1"))
+
+
+def test_a_run_without_an_update_gives_its_name_away(folder: Path) -> None:
+    config = load(folder)
+    assert not will_be_replaced(config), "there is none"
+    config.run_dir.mkdir(parents=True)
+    RunPaths(config.run_dir).config.write_text(to_yaml(config))
+    other = load(folder, "seed=1")
+    assert will_be_replaced(other)
+    check_run_directory(other, resume=False, replaces=True)
+    (config.run_dir / "job").mkdir()
+    assert not will_be_replaced(other), "Slurm may start it again"
 
 
 def test_a_directory_with_another_config_is_refused(folder: Path) -> None:

@@ -159,6 +159,10 @@ def test_an_alarm_comes_when_its_rule_has_held_long_enough_and_once(metric: str,
     assert alarms_of([{metric: value} for value in values], AlarmsConfig()) == [(rule, 2), (rule, 6)]
 
 
+def test_a_critic_that_is_not_trained_is_no_better_than_a_bad_one() -> None:
+    assert alarms_of([{"critic/lr": 0.0}] * 5, AlarmsConfig()) == [("critic", 4)]
+
+
 def test_what_is_no_number_is_out_of_bounds() -> None:
     broken = {"policy/entropy": float("nan"), "kl/ref_per_token": float("nan")}
     assert alarms_of([broken] * 3, AlarmsConfig()) == [("entropy", 2), ("kl", 2)]

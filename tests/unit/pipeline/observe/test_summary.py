@@ -124,14 +124,16 @@ def test_what_losing_the_trainer_cost() -> None:
 
 
 def test_alarms_of_a_run_that_learned_little_come_back_as_hints() -> None:
-    """Each rule's last alarm, with advice; an alarm about something else is no hint."""
+    """Each rule's last alarm, with advice, causes first; an alarm about something else is no hint."""
     events = [
         Event(1.0, EventKind.ALARM, step=2, rule="equal_groups", detail="80% were equal"),
         Event(2.0, EventKind.ALARM, step=4, rule="kl", detail="far away"),
+        Event(2.5, EventKind.ALARM, step=4, rule="staleness", detail="at its bound"),
         Event(3.0, EventKind.ALARM, step=9, rule="equal_groups", detail="90% were equal"),
         Event(4.0, EventKind.ALARM, step=3, stage="canary", detail="differs"),
     ]
     assert summarise(events, [], [], {}, {}).hints == (
+        f"after 5 steps: far away. Advice: {ADVICE['kl']}",
         f"after 10 steps: 90% were equal. Advice: {ADVICE['equal_groups']}",
     )
     assert summarise(events, [], EVALS, {}, {}).hints == (), "the held-out reward has grown: paired t is 3.5"

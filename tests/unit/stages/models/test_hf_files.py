@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from stages.models.hf_files import (
+    ChatTemplateError,
     FastTokenizer,
     HubTokenizer,
     PadTokenError,
@@ -23,9 +25,10 @@ from stages.models.hf_files import (
     read_tokenizer,
     read_vocabulary,
     weight_files,
+    weights_fault,
 )
 from stages.models.hf_weights import read_weights, write_model
-from stages.models.spec import RANDOM_8B, RANDOM_TINY, read_config, read_eos_ids
+from stages.models.spec import RANDOM_8B, RANDOM_TINY, read_config, read_eos_ids, read_spec
 from tests.support.paths import SMOLLM2
 
 
@@ -80,6 +83,28 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         read_config(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         read_weights(str(tmp_path))
+
+
+def test_weights_that_are_not_those_of_the_config_are_found_by_their_headers(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", RANDOM_TINY, {}, "bfloat16", max_file_bytes=100_000)
+    spec = read_spec(RANDOM_TINY)
+    assert weights_fault(str(tmp_path / "m"), spec) is None
+    fault = weights_fault(str(tmp_path / "m"), replace(spec, num_layers=spec.num_layers + 1))
+    assert fault is not None
+    assert fault.startswith("its weights lack model.layers.4.")
+    last = weight_files(str(tmp_path / "m"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    assert str(weights_fault(str(tmp_path / "m"), spec)).startswith(f"{last.name} is cut short")
+
+
+def test_a_tokenizer_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        read_tokenizer(str(tmp_path)).apply_chat_template([{"role": "user", "content": "a"}])
+    refuses = "{{ raise_exception('no system prompts') }}"
+    (tmp_path / "chat_template.jinja").write_text(refuses)
+    with pytest.raises(ChatTemplateError, match="refuses these messages: no system prompts"):
+        read_tokenizer(str(tmp_path)).apply_chat_template([{"role": "system", "content": "a"}])
 
 
 def test_end_of_sequence_ids(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_against_the_group_a_row_is_worth_the_share_of_the_others_that_it_beats(
 @pytest.mark.parametrize(
     ("text", "given", "said"),
     [
-        (None, {}, r"rubric: given None; give either rubric"),
+        (None, {}, r"rubric: given null; give either rubric"),
         ("{prompt}", {}, r"rubric: given .*it lacks \{response\}"),
         (GRADED, {"against": "group"}, r"lacks \{first\}, \{second\}, without which a pairwise judge"),
         (PAIRWISE + "{response}", {"against": "group"}, r"\{response\} is for graded judges"),

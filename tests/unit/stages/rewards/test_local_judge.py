@@ -153,5 +153,5 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     settings.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UnfitReward, match="its chat template cannot express the rubric's messages"):
+    with pytest.raises(UnfitReward, match="asked the rubric's questions: the tokenizer has no chat template"):
         LocalJudgeReward(str(tmp_path), 0.0, **GRADED)

@@ -118,6 +118,7 @@ def test_a_process_that_was_killed_is_started_again() -> None:
         (f"{OWN}:of_one", {}, "reward.args", "response must be given"),
         ("os:path", {}, "reward.kind", "os has no function or class 'path'; it has stat_result, "),
         ("mine:", {}, "reward.kind", "given 'mine:'; your own reward must be module:function or module:Class"),
+        ("__main__:f", {}, "reward.kind", "put it in a module file, my_reward.py for my_reward:f"),
         (":score", {}, "reward.kind", "given ':score'; your own reward must be module:function or module:Class"),
         (f"{OWN}:Uncallable", {}, "reward.kind", "needs a method __call__(samples)"),
         (f"{OWN}:OddBatches", {}, "reward.kind", "batch_tokens is 'many': must be an integer of 1 or more"),

@@ -116,8 +116,8 @@ class ModelConfig:
     path: str = "???"
     """The model, in one of three forms. A directory in Hugging Face layout (Llama 2 and 3.x, Mistral, Qwen 2, 2.5 and
     3). The name (`org/model`) of a model in this account's Hugging Face cache; the cached model's directory is used.
-    The name of a random model: `random:tiny` for a small one, `random:8b-shape` or `random:70b-shape` for the shapes of
-    Llama-3.1-8B or 70B. Nothing is downloaded."""
+    The name of a random model: `random:tiny` for a small one, `random:1b-shape`, `random:8b-shape` or
+    `random:70b-shape` for the shapes of Llama-3.2-1B, Llama-3.1-8B or 70B. Nothing is downloaded."""
     reference_path: str | None = None
     """Reference model of the KL; null: the model at `path`. The reference model must have the policy's vocabulary, and
     with `frozen_blocks` also the policy's architecture and frozen blocks."""

@@ -334,9 +334,9 @@ def _multiple(size: int, of: int) -> int:
 
 RANDOM_TINY = "random:tiny"
 """Name of the small random Llama. It can be given wherever a model directory is read."""
-RANDOM_8B, RANDOM_70B = "random:8b-shape", "random:70b-shape"
-"""Names of random Llamas with the shapes of Llama-3.1-8B and 70B, in bfloat16, for measurements and checks. Their
-tokens are bytes, like those of `random:tiny`."""
+RANDOM_1B, RANDOM_8B, RANDOM_70B = "random:1b-shape", "random:8b-shape", "random:70b-shape"
+"""Names of random Llamas with the shapes of Llama-3.2-1B, Llama-3.1-8B and 70B, in bfloat16, for measurements and
+checks. Their tokens are bytes, like those of `random:tiny`."""
 
 REWARD_BIAS = "reward_bias"
 """Key of a reward model's config.json. Its value is added to the output of the head, since the stored head has no
@@ -381,10 +381,14 @@ _LLAMA_3_1: dict[str, Any] = _TINY_CONFIG | {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+_1B_SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+_LLAMA_3_2_1B = _LLAMA_3_1 | _1B_SIZES | {"head_dim": 64, "tie_word_embeddings": True}
+_LLAMA_3_2_1B["rope_parameters"] = _LLAMA_3_1["rope_parameters"] | {"factor": 32.0}
 _8B_SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 _70B_SIZES = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 _RANDOM: Mapping[str, Mapping[str, Any]] = {
     RANDOM_TINY: _TINY_CONFIG,
+    RANDOM_1B: _LLAMA_3_2_1B,
     RANDOM_8B: _LLAMA_3_1 | _8B_SIZES,
     RANDOM_70B: _LLAMA_3_1 | _70B_SIZES,
 }

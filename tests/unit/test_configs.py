@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.graph.graph import run_nodes
 from pipeline.launch.submission import run_script
 from pipeline.launch.target_cluster import check_target
-from stages.models.spec import RANDOM_8B, RANDOM_70B, is_random, read_spec
+from stages.models.spec import RANDOM_1B, RANDOM_8B, RANDOM_70B, is_random, read_spec
 from tests.support.paths import ROOT
 
 RUNS = sorted((ROOT / "conf/run").glob("*.yaml"))
@@ -78,7 +78,10 @@ def test_it_has_a_script_for_slurm(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"#SBATCH --job-name={path.stem}" in script
 
 
-@pytest.mark.parametrize(("shape", "alike"), [("llama-3.1-8b", RANDOM_8B), ("llama-3.1-70b", RANDOM_70B)])
+@pytest.mark.parametrize(
+    ("shape", "alike"),
+    [("llama-3.2-1b", RANDOM_1B), ("llama-3.1-8b", RANDOM_8B), ("llama-3.1-70b", RANDOM_70B)],
+)
 def test_shapes_are_those_of_the_random_models_of_their_size(shape: str, alike: str) -> None:
     assert read_spec(str(ROOT / "conf/model" / shape)) == read_spec(alike)
 

@@ -16,6 +16,7 @@ from stages.models.layers import rotary_frequencies
 from stages.models.spec import (
     EMBEDDING,
     LM_HEAD,
+    RANDOM_1B,
     RANDOM_8B,
     RANDOM_70B,
     RANDOM_TINY,
@@ -31,11 +32,14 @@ from stages.models.spec import (
 from tests.support.families import FAMILIES, SIZES
 
 
-@pytest.mark.parametrize(("path", "parameters"), [(RANDOM_8B, 8_030_261_248), (RANDOM_70B, 70_553_706_496)])
-def test_large_random_models_have_the_sizes_of_llama_3_1(path: str, parameters: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "parameters", "factor"),
+    [(RANDOM_1B, 1_235_814_400, 32.0), (RANDOM_8B, 8_030_261_248, 8.0), (RANDOM_70B, 70_553_706_496, 8.0)],
+)
+def test_large_random_models_have_the_sizes_of_llama_3(path: str, parameters: int, factor: float) -> None:
     """The numbers of parameters are those that Hugging Face counts in the published checkpoints."""
     assert sum(math.prod(shape) for shape in tensor_shapes(read_spec(path)).values()) == parameters
-    assert read_spec(path).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert read_spec(path).rope_scaling == RopeScaling(factor, 1.0, 4.0, 8192)
 
 
 def test_what_a_config_leaves_out() -> None:

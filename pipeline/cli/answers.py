@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
@@ -117,8 +118,8 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
     """Return the path of an output file that the user gave with an option.
 
     Raises:
-        ConfigError: the path is a directory or does not end in `suffix`, or its parent directory does not exist. Or the
-            path is a file that exists, and `replaces` is False."""
+        ConfigError: the path is a directory or does not end in `suffix`, or its parent directory does not exist or
+            cannot be written to. Or the path is a file that exists, and `replaces` is False."""
     file, refused = Path(given), f"given {given!r}"
     if file.suffix != suffix:
         raise ConfigError(option, f"{refused}; a name that ends in {suffix}")
@@ -126,6 +127,11 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
         raise ConfigError(option, f"{refused}; it exists already{' as a directory' * replaces}")
     if not file.absolute().parent.is_dir():
         raise ConfigError(option, f"{refused}; there is no directory {file.parent}")
+    try:
+        with tempfile.TemporaryFile(dir=file.absolute().parent):
+            pass
+    except OSError as error:
+        raise ConfigError(option, f"{refused}; cannot write to {file.parent}: {error.strerror}") from error
     return file
 
 

@@ -24,7 +24,7 @@ from pipeline.cli.answers import (
     read_saved_config,
 )
 from pipeline.cli.calibrate import read_observed_run
-from pipeline.cli.simulate import calibration_of, lengths_of
+from pipeline.cli.simulate import assumed_lengths, calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import load_yaml, to_yaml, write_config
 from pipeline.config.memory import planned_run
@@ -49,7 +49,7 @@ def command(options: argparse.Namespace) -> int:
     if (options.objective == "time_to_samples") != (options.samples is not None and options.samples > 0):
         need = "a number above 0 with --objective time_to_samples, and none otherwise"
         raise ConfigError("--samples", f"given {options.samples}; must be {need}")
-    file = None if options.write is None else checked_output_path("--write", options.write, ".yaml", replaces=True)
+    file = None if options.write is None else checked_output_path("--write", options.write, ".yaml")
     hardware, cluster, devices = devices_of(options.devices, options.nodes_of)
     config, calibration, lengths = _read_inputs(options, hardware, cluster)
     on_gpus = cluster.gpus_per_node > 0
@@ -58,20 +58,21 @@ def command(options: argparse.Namespace) -> int:
     space = space_of(run, cluster, calibration, lengths, devices)
     with Console(stderr=True).status("") as status:
         result = search(space, objective, _refusals(cluster, options.devices), watch=status.update)
-    what = "GPUs" if on_gpus else "cores of one node"
+    what = ("GPU" + "s" * (devices > 1)) if on_gpus else "cores of one node"
     print_line(f"{devices} {what}: {cluster.hardware.description}; speeds: {calibration.description}")
-    if options.lengths is None and options.from_run is None:
-        most = config.sampling.max_new_tokens
-        print_line(f"every response is taken to be of {most} tokens (--lengths says otherwise)")
+    fixed = options.lengths is None and options.from_run is None
+    for line in assumed_lengths(config, calibration, fixed=fixed):
+        print_line(line)
     output_console().print(_table(result, config))
     for number, plan in enumerate(result.plans, 1):
         print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
     print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
+    print_line(f"device-hours: of {config.steps:,} steps; latency: weights, responses, update, new weights in turn")
     if options.samples is not None:
         steps = options.samples / config.rollout.rows
         times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(result.plans, 1))
         print_line(f"time to {options.samples:,} samples, with the price of staleness: {times}")
-    for line in _verdict(result, options.staleness_price):
+    for line in _verdict(result, objective):
         print_line(line)
     if file is not None:
         write_config(file, _with_predictions(result.plans[0]))
@@ -137,6 +138,8 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
         raise ConfigError(DEVICES, f"given {text!r}; must be DEVICESxHARDWARE, as in 64xH100-80 or 2xcpu (2 cores)")
     devices, hardware = int(match[1]), load_hardware(match[2], DEVICES)
     most = hardware.gpus_per_node or hardware.cores
+    if devices > most and not hardware.gpus_per_node:
+        raise ConfigError(DEVICES, f"given {text!r}; plans without GPUs are for one node: at most {most} cores")
     per_node = min(devices, most) if nodes_of is None else nodes_of
     if not 1 <= per_node <= most:
         raise ConfigError("--nodes-of", f"given {nodes_of}; a node of {match[2]} has {most} devices: from 1 to {most}")
@@ -145,8 +148,6 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
         need = f"must be a multiple of the {per_node} devices of a node, for example {whole}x{match[2]}, or --nodes-of"
         raise ConfigError(DEVICES, f"given {text!r}; {need}")
     if not hardware.gpus_per_node:
-        if devices > most:
-            raise ConfigError(DEVICES, f"given {text!r}; plans without GPUs are for one node: at most {most} cores")
         return match[2], HardwareCluster(1, 0, hardware, devices), devices
     return match[2], HardwareCluster(devices // per_node, per_node, hardware), devices
 
@@ -169,7 +170,8 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
 def _table(result: Found, config: RunConfig) -> Table:
     """Return a table of the plans. The best plan comes first."""
     table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
+    headings = ("", "gangs", "staleness", "devices", "s/step", "device-\nhours", "samples /\ndevice-hour", "limited by")
+    for heading in headings:
         table.add_column(heading, no_wrap=True)
     for number, plan in enumerate(result.plans, 1):
         per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
@@ -179,6 +181,7 @@ def _table(result: Found, config: RunConfig) -> Table:
             str(plan.config.staleness),
             str(plan.devices),
             f"{plan.played.mean_s:.3g}",
+            f"{config.steps * plan.played.mean_s * plan.devices / 3600:,.3g}",
             f"{per_hour:,.0f}",
             plan.limit,
         )
@@ -198,7 +201,7 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
         if name == GENERATE:
             engine = config.engine
             words += [f"ranks {engine.tensor_parallel}"] * (engine.tensor_parallel > 1)
-            words += [f"rows {engine.max_rows}", f"slots {gang.concurrent_shards}"]
+            words += [f"rows {engine.max_rows}", f"shards at once {gang.concurrent_shards}"]
         elif on_gpus:
             layout = gang.layout
             numbers = {"tensor": layout.tensor, "pipeline": layout.pipeline}
@@ -211,7 +214,7 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
         yield ", ".join(words)
 
 
-def _verdict(result: Found, price: float) -> Iterator[str]:
+def _verdict(result: Found, objective: Objective) -> Iterator[str]:
     """Yield lines for users about the result of a search for plans:
 
     - the step times of the best synchronous and the best asynchronous plan, if both exist,
@@ -220,8 +223,8 @@ def _verdict(result: Found, price: float) -> Iterator[str]:
     - for each reason, the number of combinations that were left out.
 
     The price of staleness is the fraction of additional samples that a run needs for each version of staleness. If the
-    asynchronous plan is worse at any price, the second line says so. `price`: the price that the user gave
-    (`--staleness-price`).
+    asynchronous plan is worse at any price, the second line says so. Both plans are compared by `objective`, which has
+    the price that the user gave (`--staleness-price`).
     """
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
@@ -230,15 +233,14 @@ def _verdict(result: Found, price: float) -> Iterator[str]:
         yield f"synchronous: {slow:.3g} s a step; asynchronous: {fast:.3g} s with staleness {eta}"
         rows = asynchronous.played.staleness
         age = sum(age * count for age, count in rows.items()) / sum(rows.values())
-        ratio = slow * synchronous.devices / (fast * asynchronous.devices)
-        if synchronous.devices == asynchronous.devices:
-            ratio = slow / fast
+        free = replace(objective, staleness_price=0.0)
+        ratio = free.value(slow, synchronous.devices, 0) / free.value(fast, asynchronous.devices, 0)
         if ratio <= 1:
             yield "asynchrony loses: there is no time to hide that is worth what it costs"
         else:
             yield (
                 f"asynchrony loses if one version of staleness needs {(ratio - 1) / age:.1%} more samples or more "
-                f"(--staleness-price, given {price:g})"
+                f"(--staleness-price, given {objective.staleness_price:g})"
             )
     whole = "the whole space" if result.exact else "a bounded search: better plans may exist"
     yield f"{result.considered} combinations fit, {result.simulated} were simulated ({whole})"

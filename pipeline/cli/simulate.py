@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -51,10 +52,8 @@ def command(options: argparse.Namespace) -> int:
     scenario = scenario_of(costs, lengths, stragglers=stragglers, failures=failures, seed=options.seed)
     played = play(scenario, (lambda one: _keep(drawn, one)) if keeps else None)
     print_line(f"{options.hardware}: {cluster.hardware.description}; speeds: {calibration.description}")
-    if options.lengths is None:
-        print_line(
-            f"every response is taken to be of {config.sampling.max_new_tokens} tokens (--lengths says otherwise)"
-        )
+    for line in assumed_lengths(config, calibration, fixed=options.lengths is None):
+        print_line(line)
     output_console().print(_table(played, config))
     for line in fullest_gpu_lines(checked.run, workers_memory(checked.run), checked.hosts, checked.limits):
         print_line(line)
@@ -72,9 +71,23 @@ def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) ->
     return calibration
 
 
+def assumed_lengths(config: RunConfig, calibration: Calibration, *, fixed: bool) -> Iterator[str]:
+    """Yield a line for each kind of length that is not known but assumed. `fixed`: True if the lengths of responses
+    are assumed."""
+    if fixed:
+        most = config.sampling.max_new_tokens
+        yield f"every response is taken to be of {most} tokens (--lengths says otherwise)"
+    if calibration.prompt_tokens is None:
+        most = config.prompts.max_tokens
+        yield f"every prompt is taken to be of {most} tokens (prompt_tokens of a calibration says otherwise)"
+
+
 def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:
     """Return the distribution of response lengths that a text describes. If `text` is None, all responses have
-    `sampling.max_new_tokens` tokens. `seed`: seed with which lengths are drawn."""
+    `sampling.max_new_tokens` tokens. `seed`: seed with which lengths are drawn. Raises ConfigError if the text or the
+    seed is not possible."""
+    if seed < 0:
+        raise ConfigError("--seed", f"given {seed}; must be 0 or more")
     most = config.sampling.max_new_tokens
     return FixedLengths(most) if text is None else parse_lengths(text, most, seed)
 
@@ -94,7 +107,7 @@ def _stragglers(text: str | None) -> Stragglers | None:
         stragglers = Stragglers(float(share), float(factor))
     except ValueError:
         stragglers = Stragglers(-1.0, 0.0)
-    if not (0 < stragglers.share <= 1 and stragglers.factor > 1):
+    if not (0 < stragglers.share <= 1 < stragglers.factor < math.inf):
         need = "must be SHARE:FACTOR, as in 0.05:3: a share of the nodes up to 1, and how much longer they take"
         raise ConfigError("--stragglers", f"given {text!r}; {need}")
     return stragglers
@@ -103,9 +116,10 @@ def _stragglers(text: str | None) -> Stragglers | None:
 def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None:
     if options.failures_per_hour is None:
         return None
-    for key, number in (("--failures-per-hour", options.failures_per_hour), ("--rebuild-s", options.rebuild_s)):
-        if not number > 0:
-            raise ConfigError(key, f"given {number:g}; must be above 0")
+    limits = (("--failures-per-hour", options.failures_per_hour, 10_000), ("--rebuild-s", options.rebuild_s, 86_400))
+    for key, number, most in limits:
+        if not 0 < number <= most:
+            raise ConfigError(key, f"given {number:g}; must be above 0, and at most {most}")
     return Failures(options.failures_per_hour, options.rebuild_s, config.checkpoint.every)
 
 

@@ -743,7 +743,7 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
     config, and not all of them are keys of `schema`."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
-    sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
+    sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in (*_COMMANDS, schema)}
     keys = {*map(str, source)}
     for kind, (what, command) in _COMMANDS.items():
         if kind is not schema and keys <= sections_of[kind] and not keys <= sections_of[schema]:

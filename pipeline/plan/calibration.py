@@ -211,6 +211,10 @@ def load_calibration(file: str | Path) -> Calibration:
             CALIBRATION, f"given {str(file)!r}; no such file (`stageline calibrate RUN --write` makes one)"
         )
     calibration: Calibration = load_file(Calibration, path)
+    lacks = [kind for kind in KINDS if kind not in OmegaConf.load(path)]
+    if lacks:
+        need = f"lacks {', '.join(lacks)}: it was cut short (`stageline calibrate RUN --write` makes a whole one)"
+        raise ConfigError(CALIBRATION, f"given {str(file)!r}; it {need}")
     problems = [*setting_problems(calibration)]
     most = 1 + calibration.drafts_per_pass
     if calibration.tokens_per_pass > most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def test_the_written_plan_is_a_config_that_is_accepted(tmp_path: Path, capsys: p
     assert config.rollout.rows == 16
     assert {gang.name for gang in config.gangs()} >= {"generate", "score", "train"}
     assert main(["check", str(file), f"runs_dir={tmp_path}"]) == 0
+    assert main(["plan", str(file), "--devices", "2xcpu", "--write", str(file)]) == 2, "a file of one's own is kept"
 
 
 def test_a_plan_for_several_nodes_has_a_job(tmp_path: Path) -> None:
@@ -48,13 +50,19 @@ def test_the_time_to_a_number_of_samples_counts_the_price_of_staleness(capsys: p
     out = capsys.readouterr().out
     assert "time to 1,600 samples" in out
     first = next(line for line in out.splitlines() if line.startswith("1 "))
-    assert first.split()[-5] == "0", "staleness of the best plan"
+    assert first.split()[-6] == "0", "staleness of the best plan"
 
 
 @pytest.mark.parametrize("devices", ["2xcpu", "8xH100-80"])
 def test_the_table_of_plans_fits_into_80_columns(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *CONFIG, "--devices", devices]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    said = " ".join(lines)
+    slow, fast = (float(number) for number in re.findall(r"synchronous: ([\d.]+) s", said))
+    (bound,) = re.findall(r"with staleness (\d)", said)
+    (price,) = re.findall(r"asynchrony loses if one version of staleness needs ([\d.]+)%", said)
+    gain = float(price) / 100 * int(bound)
+    assert gain >= (slow / fast - 1) * 0.98, "by the time of a step, however many devices a plan takes"
     table = lines[lines.index("Plans") : next(n for n, line in enumerate(lines) if line.startswith("1: "))]
     assert all(len(line) <= 80 and "…" not in line for line in table)
     rows = table[3:]  # after the title and two lines of headings
@@ -83,6 +91,8 @@ def test_a_plan_without_a_config_and_without_a_run_is_refused(capsys: pytest.Cap
         (["--devices", "2xcpu", "--from", "runs/one"], "--from"),
         (["--devices", "2xcpu", "--write", "plan.txt"], "--write"),
         (["--devices", "2xcpu", "--lengths", "fixed:9"], "sampling.max_new_tokens"),
+        (["--devices", "2xcpu", "--seed", "-1"], "--seed"),
+        (["--devices", "2xcpu", "--write", "/proc/plan.yaml"], "--write"),
     ],
 )
 def test_refusals_name_what_was_given(given: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

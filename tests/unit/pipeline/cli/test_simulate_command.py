@@ -50,6 +50,8 @@ def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> No
         (["--hardware", "8xH100"], "--hardware"),
         (["--hardware", "1xcpu", "--stragglers", "2"], "--stragglers"),
         (["--hardware", "1xcpu", "--stragglers", "0.1:0.5"], "--stragglers"),
+        (["--hardware", "1xcpu", "--stragglers", "0.1:inf"], "--stragglers"),
+        (["--hardware", "1xcpu", "--calibration", str(TINY)], "tiny.yaml"),
         (["--hardware", "1xcpu", "--failures-per-hour", "0"], "--failures-per-hour"),
         (["--hardware", "1xcpu", "--failures-per-hour", "1", "--rebuild-s", "-1"], "--rebuild-s"),
         (["--hardware", "1xcpu", "--lengths", "fixed:9"], "sampling.max_new_tokens"),

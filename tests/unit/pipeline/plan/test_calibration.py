@@ -225,10 +225,18 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
 )
 def test_a_file_with_a_wrong_number_is_refused(tmp_path: Path, changed: str) -> None:
     file = tmp_path / "here.yaml"
-    file.write_text(f"description: x\nhardware: cpu\ngenerate: {{{changed}}}\n")
+    kinds = "".join(f"{kind}: {{{changed if kind == 'generate' else ''}}}\n" for kind in KINDS)
+    file.write_text(f"description: x\nhardware: cpu\n{kinds}")
     with pytest.raises(ConfigError) as caught:
         load_calibration(file)
     assert caught.value.key == f"generate.{changed.partition(':')[0]}"
+
+
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "here.yaml"
+    file.write_text(to_yaml(calibrate(runs(0.1), CLUSTER, "cpu")).partition("score:")[0])
+    with pytest.raises(ConfigError, match="lacks score, advantage"):
+        load_calibration(file)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

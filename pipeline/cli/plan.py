@@ -67,7 +67,9 @@ def command(options: argparse.Namespace) -> int:
     for number, plan in enumerate(result.plans, 1):
         print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
     print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
-    print_line(f"device-hours: of {config.steps:,} steps; latency: weights, responses, update, new weights in turn")
+    print_line("limited by latency: by the chain of weights, responses, update and new weights")
+    of = ((n, config.steps * plan.played.mean_s * plan.devices / 3600) for n, plan in enumerate(result.plans, 1))
+    print_line(f"device-hours of {config.steps:,} steps: {', '.join(f'plan {n} {hours:,.3g}' for n, hours in of)}")
     if options.samples is not None:
         steps = options.samples / config.rollout.rows
         times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(result.plans, 1))
@@ -170,8 +172,7 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
 def _table(result: Found, config: RunConfig) -> Table:
     """Return a table of the plans. The best plan comes first."""
     table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    headings = ("", "gangs", "staleness", "devices", "s/step", "device-\nhours", "samples /\ndevice-hour", "limited by")
-    for heading in headings:
+    for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
         table.add_column(heading, no_wrap=True)
     for number, plan in enumerate(result.plans, 1):
         per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
@@ -181,7 +182,6 @@ def _table(result: Found, config: RunConfig) -> Table:
             str(plan.config.staleness),
             str(plan.devices),
             f"{plan.played.mean_s:.3g}",
-            f"{config.steps * plan.played.mean_s * plan.devices / 3600:,.3g}",
             f"{per_hour:,.0f}",
             plan.limit,
         )

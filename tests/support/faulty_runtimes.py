@@ -19,8 +19,9 @@ from pipeline.config.loading import load_yaml
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
-from stages.engines.embedded.migration import AcceptedRows, CopiedPart, MigratedRow, MigratingEngine
-from stages.engines.row_loads import MigrationRequest, RowKey
+from stages.engines.embedded.migration import AcceptedRows, BatchTimes, CopiedPart, MigratedRow, MigratingEngine
+from stages.engines.embedded.scheduler import Chunk
+from stages.engines.row_loads import MigrationRequest, PassCost, RowKey
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
@@ -85,6 +86,21 @@ to copy its keys and values instead of feeding its tokens again. Hundreds of pas
 it."""
 
 
+class SteadyTimes(BatchTimes):
+    """The times of an engine whose tokens take `TOKEN_S` each. On a busy machine the measured passes would take so much
+    longer than that, however few rows they have, that no move would pay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefill_s, self.cost_known = TOKEN_S, True
+
+    def observe(self, chunks: Collection[Chunk], seconds: float, num_groups: int = 1) -> None:
+        pass
+
+    def cost(self) -> PassCost:
+        return PassCost(0.0, TOKEN_S)
+
+
 class HeldRuntime(StageRuntime):
     """A runtime on which rows are sure to move: no replica begins before all have rows, and passes take their time
     until some have moved. A file then makes the replica that accepted them stand still. In the run's `control/`:
@@ -106,6 +122,7 @@ class HeldRuntime(StageRuntime):
 
     def _hold(self, engine: MigratingEngine) -> None:
         accept, submit = engine.migrate_in, engine._runner.submit
+        engine._times = SteadyTimes()
 
         def migrate_in(migrated: Sequence[MigratedRow]) -> AcceptedRows:
             incoming = accept(migrated)
@@ -135,7 +152,7 @@ class HeldRuntime(StageRuntime):
 
 class HeldCopyRuntime(HeldRuntime):
     """A runtime as `HeldRuntime`, but a replica stands still after the first part of the first row that it gets. It
-    goes on computing passes. Rows without keys and values to copy (they have not had their first pass) stay.
+    goes on computing passes. Rows without a full block of keys and values to copy stay.
 
     - `copying@<worker>`: written by the replica then: its process id
     - `hold`: while it is there, the replica does not go on with that row
@@ -148,7 +165,7 @@ class HeldCopyRuntime(HeldRuntime):
         def migrate_copied(
             rows: Collection[MigrationRequest], copied: Mapping[RowKey, CopiedPart] = MappingProxyType({})
         ) -> list[MigratedRow]:
-            return migrate_out(rows, copied) if copied else []
+            return migrate_out(rows, copied) if any(part.stop for part in copied.values()) else []
 
         def write_in(part: CopiedPart) -> float:
             seconds = write(part)

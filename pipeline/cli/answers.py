@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from pipeline.config.identity import FILE, read_identity
 from pipeline.config.loading import is_setting, load_config, load_yaml, read_run_config, readable_config
-from pipeline.config.paths import RunPaths, refuse_foreign
+from pipeline.config.paths import RunPaths, refuse_foreign, write_fault
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError, StageFailed, join_errors
 from pipeline.observe.journal import journal_exists
@@ -127,11 +126,9 @@ def checked_output_path(option: str, given: str, suffix: str, *, replaces: bool 
         raise ConfigError(option, f"{refused}; it exists already{' as a directory' * replaces}")
     if not file.absolute().parent.is_dir():
         raise ConfigError(option, f"{refused}; there is no directory {file.parent}")
-    try:
-        with tempfile.TemporaryFile(dir=file.absolute().parent):
-            pass
-    except OSError as error:
-        raise ConfigError(option, f"{refused}; cannot write to {file.parent}: {error.strerror}") from error
+    fault = write_fault(file.absolute().parent)
+    if fault is not None:
+        raise ConfigError(option, f"{refused}; cannot write to {file.parent}: {fault}")
     return file
 
 

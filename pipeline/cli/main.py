@@ -363,9 +363,11 @@ def _replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _version(text: str) -> int | str:
-    if text != "best" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"given {text!r}; must be a number, or best")
-    return text if text == "best" else int(text)
+    if text == "best":
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"given {text!r}; must be a number, or best")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:

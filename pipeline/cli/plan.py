@@ -233,8 +233,8 @@ def _verdict(result: Found, objective: Objective) -> Iterator[str]:
         yield f"synchronous: {slow:.3g} s a step; asynchronous: {fast:.3g} s with staleness {eta}"
         rows = asynchronous.played.staleness
         age = sum(age * count for age, count in rows.items()) / sum(rows.values())
-        free = replace(objective, staleness_price=0.0)
-        ratio = free.value(slow, synchronous.devices, 0) / free.value(fast, asynchronous.devices, 0)
+        # without the price of staleness, of which the line below says where it is too high
+        ratio = objective.value(slow, synchronous.devices, 0) / objective.value(fast, asynchronous.devices, 0)
         if ratio <= 1:
             yield "asynchrony loses: there is no time to hide that is worth what it costs"
         else:

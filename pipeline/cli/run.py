@@ -36,9 +36,9 @@ from pipeline.config.paths import RunPaths, refuse_foreign
 from pipeline.config.preflight import (
     check_run_directory,
     has_updates,
-    holds_run,
-    is_other_programs,
+    holds_earlier_run,
     preflight,
+    reason_to_stay,
 )
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import run
@@ -158,17 +158,12 @@ def move_earlier_run_aside(config: RunConfig, *, overwrite: bool, user_agreed: b
             above). Nothing is moved then.
     """
     paths = RunPaths(config.run_dir)
-    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists() or is_other_programs(paths):
+    if not holds_earlier_run(paths):
         return None
-    if paths.root.is_symlink() or paths.job.exists():  # a Slurm job may start it again at any time
+    stays = reason_to_stay(config)
+    if stays is not None:
         if overwrite:
-            need = f"{paths.root} is a link, or belongs to a Slurm job: choose another name=..., or remove it"
-            raise ConfigError("--overwrite", f"given; {need}")
-        return None
-    if config.storage.url is not None:  # data at a URL cannot be moved
-        if overwrite:
-            need = f"the run's data at {config.storage.url} is not moved: choose another storage.url, and name"
-            raise ConfigError("--overwrite", f"given; {need}")
+            raise ConfigError("--overwrite", f"given; {stays}")
         return None
     refuse_foreign(paths.root)
     updated = has_updates(config)

@@ -383,9 +383,12 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
 def _is_unquoted(key: str, value: Any, name: str, schema: Any) -> bool:
     """Return True if a text setting has a value that YAML did not read as a text, and that may have been written in
     another way: `off` becomes False, and the name 007 becomes 7. `name`: the source of the value."""
+    if not isinstance(value, bool) and not (
+        key == "name" and isinstance(value, int | float) and name != f"{key}={value}"
+    ):
+        return False
     kind = _type_of(key, schema)
-    other = isinstance(value, bool) or (key == "name" and isinstance(value, int | float) and name != f"{key}={value}")
-    return other and (kind is str or str in get_args(kind))
+    return kind is str or str in get_args(kind)
 
 
 def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,6 +141,15 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
 TRUSTED = "STAGELINE_TRUST"
 """Name of the environment variable that lists trusted directories, separated by colons. Their content is trusted, no
 matter who wrote it. This is no config key, because the config is itself in the directory to trust."""
+
+
+def write_fault(directory: Path) -> str | None:
+    """Return the system's reason why no file can be made in a directory, or None if one can. Leaves no file."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def refuse_foreign(run_dir: Path) -> None:

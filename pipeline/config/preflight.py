@@ -13,7 +13,6 @@ for example that a repetition gives the same bits:
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,7 +37,7 @@ from pipeline.config.identity import (
 )
 from pipeline.config.loading import config_hash, read_run_config
 from pipeline.config.memory import gpus_here, memory_limits, planned_run, row_cache_bytes
-from pipeline.config.paths import RunPaths, network_filesystem
+from pipeline.config.paths import RunPaths, network_filesystem, write_fault
 from pipeline.config.placement import gang_of_role
 from pipeline.config.role_models import (
     check_exported,
@@ -401,33 +400,41 @@ def _keep_number_of_evaluated(config: RunConfig, paths: RunPaths, identity: Iden
 
 
 def will_be_replaced(config: RunConfig) -> bool:
-    """Return True if a new run will move the directory of an earlier run of its name aside without being told to: the
-    earlier run has committed no update, its directory is no link and has no Slurm job, and no data is elsewhere."""
+    """Return True if a new run will move the directory of an earlier run of its name aside without being told to."""
     paths = RunPaths(config.run_dir)
-    return (
-        (holds_run(paths) or paths.config.exists())
-        and not (paths.variant.exists() or is_other_programs(paths))
-        and not (paths.root.is_symlink() or paths.job.exists() or config.storage.url is not None)
-        and not has_updates(config)
-    )
+    return holds_earlier_run(paths) and reason_to_stay(config) is None and not has_updates(config)
+
+
+def holds_earlier_run(paths: RunPaths) -> bool:
+    """Return True if a directory holds a run, or the config of one, and nothing of another kind: no variant, no
+    training of a reward model, no responses that a judge labelled."""
+    if not (holds_run(paths) or paths.config.exists()) or paths.variant.exists():
+        return False
+    try:
+        if paths.config.exists():
+            read_run_config(paths.config)
+    except OtherProgramsConfig:
+        return False
+    except ConfigError:
+        pass  # the config of a run, damaged or of another version
+    return True
+
+
+def reason_to_stay(config: RunConfig) -> str | None:
+    """Return why the directory of an earlier run of this name cannot be moved aside, and what to do instead. Return
+    None if it can be moved."""
+    paths = RunPaths(config.run_dir)
+    if paths.root.is_symlink() or paths.job.exists():  # a Slurm job may start it again at any time
+        return f"{paths.root} is a link, or belongs to a Slurm job: choose another name=..., or remove it"
+    if config.storage.url is not None:  # data at a URL cannot be moved
+        return f"the run's data at {config.storage.url} is not moved: choose another storage.url, and name"
+    return None
 
 
 def has_updates(config: RunConfig) -> bool:
     """Return True if an update of the run of this name is committed."""
     stages = {address.stage for address in config.stored.ledger().addresses()}
     return bool(stages.intersection(UPDATE_STAGE.values()))
-
-
-def is_other_programs(paths: RunPaths) -> bool:
-    """Return True if the directory holds the training of a reward model, or responses that a judge labelled."""
-    try:
-        if paths.config.exists():
-            read_run_config(paths.config)
-    except OtherProgramsConfig:
-        return True
-    except ConfigError:
-        pass  # the config of a run, damaged or of another version
-    return False
 
 
 def holds_run(paths: RunPaths) -> bool:
@@ -506,15 +513,10 @@ def check_writable(key: str, given: str, directory: Path) -> None:
     """Raise ConfigError if a directory cannot be written to. If it does not exist yet, its nearest existing parent is
     checked. `key`, `given`: the setting at fault and its value, for the error."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            key,
-            f"given {given!r}; cannot write to {existing}: {error.strerror}. Set {key}=... to a directory that you may "
-            "write to",
-        ) from error
+    fault = write_fault(existing)
+    if fault is not None:
+        need = f"cannot write to {existing}: {fault}. Set {key}=... to a directory that you may write to"
+        raise ConfigError(key, f"given {given!r}; {need}")
 
 
 def _check_model(config: RunConfig) -> ModelSpec:

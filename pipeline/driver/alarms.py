@@ -159,10 +159,10 @@ def evaluate_step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsC
         rules.append(Rule("kl", not kl <= limits.kl_above, ALARM_STEPS, text))
     explained = metrics.get("critic/explained_variance")
     if limits.critic_steps is not None and explained is not None:
-        frozen = metrics.get("critic/lr") == 0
+        bad = not explained >= MIN_EXPLAINED_VARIANCE
         text = f"critic/explained_variance is {explained:.3g}: the critic is worse than a constant"
-        text = "critic/lr is 0: the critic learns nothing" if frozen else text
-        bad = frozen or not explained >= MIN_EXPLAINED_VARIANCE
+        if metrics.get("critic/lr") == 0:
+            bad, text = True, "critic/lr is 0: the critic learns nothing"
         rules.append(Rule("critic", bad, limits.critic_steps, text))
     moved, ratio = metrics.get("policy/approx_kl"), metrics.get("policy/ratio_max")
     if step < FIRST_STEPS and moved is not None and ratio is not None:

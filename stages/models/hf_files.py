@@ -211,11 +211,15 @@ def _bytes_of_characters() -> dict[str, int]:
 def tensor_shape(path: str, name: str) -> tuple[int, ...] | None:
     """Return the shape of one of a model's tensors without reading the tensor. Return None if the model has no tensor
     of this name, or is a random model."""
-    for file in weight_files(path) if not is_random(path) else ():
-        with safe_open(file, framework="numpy") as tensors:
-            if name in set(tensors.keys()):
-                return tuple(tensors.get_slice(name).get_shape())
-    return None
+    files = weight_files(path) if not is_random(path) else []
+    return next((shapes[name] for shapes in map(_stored_shapes, files) if name in shapes), None)
+
+
+def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors in a safetensors file. Only its header is read."""
+    with safe_open(file, framework="numpy") as tensors:
+        names = tensors.keys()
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
 
 
 def is_classifier(path: str) -> bool:
@@ -258,8 +262,7 @@ def weights_fault(path: str, spec: ModelSpec) -> str | None:
         return str(error)
     for file in files:
         try:
-            with safe_open(file, framework="np") as tensors:
-                stored |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            stored |= _stored_shapes(file)
         except (OSError, SafetensorError) as error:
             return f"{file.name} is cut short, or no file of weights: {error}"
     for name, shape in wanted.items():

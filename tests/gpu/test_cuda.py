@@ -1,4 +1,4 @@
-"""What must hold on a CUDA device: noise, draws, repeated updates, whole runs."""
+"""Tests on a CUDA device: its noise and draws, repeated updates, whole runs."""
 
 from __future__ import annotations
 

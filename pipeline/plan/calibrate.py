@@ -13,7 +13,8 @@ in all terms, the data decides. If not (one run with shards of equal size), the 
 kind of work is listed as extrapolated.
 
 On CPUs, if runs had different numbers of threads, the four numbers are fitted for many values of `thread_share`. The
-value with the smallest errors is taken.
+value with the smallest errors is taken. If nodes worked on several cores at the same time, `crowding` is found in the
+same way, from the nodes of trainers: some of them ran alone, others beside an engine.
 
 The journal tells how long each node worked on store and ledger. The fit explains only the rest of a node's seconds.
 `node_s` is the mean time on store and ledger plus the fixed seconds per node that the fit finds.
@@ -54,6 +55,8 @@ _INDISTINCT = 30.0
 apart."""
 _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
 """Values of `Calibration.thread_share` that the fit tries."""
+_CROWDINGS = tuple(share / 50 for share in range(16))
+"""Values of `Calibration.crowding` that the fit tries, from 0 to 0.3."""
 _OUTLIER = 0.2
 """Relative error above which a node has less weight in the fit."""
 
@@ -84,7 +87,11 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
     fits = [_fit_kinds(runs, cluster, replace(usual, thread_share=share)) for share in shares]
-    usual, speeds, extrapolated = min(fits, key=lambda each: _error(each[1]))
+    best = min(fits, key=lambda each: _error(each[1], ("generate", "forward", "update")))
+    if any(node.crowded_s for one in runs for node in one.nodes):
+        crowded = (_fit_kinds(runs, cluster, replace(best[0], crowding=share)) for share in _CROWDINGS)
+        best = min(crowded, key=lambda each: _error(each[1], ("forward", "update")))
+    usual, speeds, extrapolated = best
     if waits := [wait for one in runs for wait in one.waits]:
         speeds["overhead_s"] = usual_mean(waits)
     if gaps := [gap for one in runs for gap in one.turnarounds]:
@@ -122,6 +129,7 @@ def _fit_kinds(
     - the fitted fields of a calibration: name -> value
     - the kinds of work whose numbers are partly assumed, because the measured nodes do not determine them
     """
+    runs = [one.alone(usual.crowding) for one in runs]
     samples = samples_of(runs, cluster, usual)
     for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
         if decoded := [sample for sample in samples if sample.kind == "generate"]:
@@ -141,15 +149,15 @@ def _fit_kinds(
     return usual, speeds, extrapolated
 
 
-def _error(speeds: Mapping[str, Any]) -> float:
-    """Return the error of fitted speeds. The error serves to choose `thread_share`. So only the kinds of work that use
-    several threads count: generation, forward passes and updates.
+def _error(speeds: Mapping[str, Any], kinds: Sequence[str]) -> float:
+    """Return the error of fitted speeds: the mean of the squared `scatter` of some kinds of work, weighted by their
+    numbers of measured nodes. 0 if none was measured.
 
-    The error of one kind is the square of its `scatter`, the standard deviation of measured / predicted seconds. The
-    result is the mean over the kinds, weighted by their numbers of measured nodes. It is 0 if none was measured.
+    The error serves to choose `thread_share` and `crowding`. For the first, the kinds count that use several threads.
+    For the second, those of trainers count. The seconds of an engine's node depend on the other shards of its engine,
+    and so say less.
     """
-    fitted = [speeds[kind] for kind in ("generate", "forward", "update")]
-    measured = [speed for speed in fitted if speed.scatter is not None]
+    measured = [speeds[kind] for kind in kinds if speeds[kind].scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
 
 
@@ -280,7 +288,7 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
         call_s=float(fitted[2]),
         node_s=float(fitted[3]),
         store_s=store_s,
-        scatter=float(np.std(ratios)),
+        scatter=float(np.sqrt(np.average((ratios - 1) ** 2, weights=outlying**2))),
         nodes=len(samples),
     )
     return speed, _distinct(scaled)
@@ -343,7 +351,7 @@ def compared(
     """Yield (stage, measured seconds, predicted seconds, number of nodes) for each stage that the runs executed. The
     seconds are sums over the nodes."""
     sums: dict[str, tuple[float, float, int]] = {}
-    for one in runs:
+    for one in (run.alone(calibration.crowding) for run in runs):
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)
         for node, work in works_of(one, costs):
             measured, predicted, number = sums.get(node.node.stage, (0.0, 0.0, 0))

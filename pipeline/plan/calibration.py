@@ -53,7 +53,8 @@ class StageSpeed:
     store_s: float = setting(0.0, at_least(0))
     """Part of `node_s`, at the end of a node, in which its output is stored and committed."""
     scatter: float | None = setting(None, at_least(0))
-    """Spread of measured / predicted seconds, as a standard deviation; null: nothing was measured."""
+    """Spread of measured / predicted seconds, as a standard deviation in which outliers count less; null: nothing was
+    measured."""
     nodes: int = setting(0, at_least(0))
     """Number of nodes that were measured."""
 
@@ -84,6 +85,9 @@ class Calibration:
     advantage: StageSpeed = field(default_factory=StageSpeed)
     thread_share: float = setting(1.0, Constraint("from 0 to 1", lambda share: 0 <= share <= 1))
     """On CPUs, the share of the arithmetic that is divided among a worker's threads. One thread does the rest."""
+    crowding: float = setting(0.0, Constraint("at least 0 and below 1", lambda share: 0 <= share < 1))
+    """On CPUs, the share of its speed that a node loses while nodes on all other cores work. The cores share memory
+    bandwidth, caches and power."""
     link_efficiency: float = setting(1.0, _SHARE)
     """Share of the links' bandwidth that collectives reach."""
     overhead_s: float = setting(0.0, at_least(0))

@@ -22,6 +22,14 @@ one thread is
 
 The node then counts as speedup(t) threads. f is calibrated (`Calibration.thread_share`).
 
+Nodes on different cores slow each other down, too: they share memory bandwidth, caches and the processor's power. A
+node loses the share q of its speed while nodes on all other cores work, and less while fewer cores are busy. If the
+nodes have T threads together and the widest has w, the rate above is multiplied by
+
+    1 - q (min(T, C) - w) / (C - 1)
+
+q is calibrated (`Calibration.crowding`).
+
 Pure.
 """
 
@@ -29,6 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pipeline.config.hardware import HardwareCluster
 from pipeline.config.memory import PlannedRun
@@ -43,19 +52,40 @@ def thread_speedup(threads: int, share: float) -> float:
     return 1.0 / (1.0 - share + share / threads)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Progress of the nodes of a host, in seconds that they would need alone if a busy core slowed no other down."""
+
+    work: float = 0.0
+    crowded: float = 0.0
+    """Part of `work` that was done beside nodes on other cores. A second in which half of the other cores are busy
+    counts as half a second."""
+
+    def __sub__(self, earlier: Progress) -> Progress:
+        return Progress(self.work - earlier.work, self.crowded - earlier.crowded)
+
+    def alone_s(self, crowding: float) -> float:
+        """Return the seconds that this progress would take alone if nodes lose the share `crowding` of their speed
+        while all other cores work."""
+        return self.work - crowding * self.crowded
+
+
 class SharedClock:
     """A clock that shows how far the running nodes of one host have come, in seconds of work. A node that would take s
     seconds alone ends when the clock has advanced by s.
 
-    It runs slower than the time while more threads work than there are cores (`shared_rate`). Times must not decrease
-    from call to call.
+    It runs slower than the time while more threads work than there are cores (`shared_rate`), and while nodes work on
+    several cores (`crowding`). Times must not decrease from call to call.
     """
 
-    def __init__(self, cores: int, now: float = 0.0) -> None:
-        self._cores, self._rate = cores, 1.0
+    def __init__(self, cores: int, now: float = 0.0, crowding: float = 0.0) -> None:
+        self._cores, self._crowding = cores, crowding
+        self._rate, self._crowded_rate = 1.0, 0.0
         self._nodes: list[float] = []
         """Effective number of threads of each working node."""
         self._now = now
+        self.crowded = 0.0
+        """Part of `work` that was done beside nodes on other cores (`Progress.crowded`)."""
         self.work = 0.0
         """Reading of the clock at the last call of `advance` or `add`. If a node has run since the clock's start, its
         work so far would have taken this many seconds without other nodes."""
@@ -64,6 +94,7 @@ class SharedClock:
         """Move on to the time `now`, in seconds. Return the new reading (`work`): the progress of the nodes, in seconds
         that they would need alone."""
         self.work += (now - self._now) * self._rate
+        self.crowded += (now - self._now) * self._crowded_rate
         self._now = now
         return self.work
 
@@ -75,7 +106,8 @@ class SharedClock:
             self._nodes.append(threads)
         elif threads < 0:
             self._nodes.remove(-threads)
-        self._rate = shared_rate(self._nodes, self._cores)
+        rate, crowd = shared_rate(self._nodes, self._cores), busy_others(self._nodes, self._cores)
+        self._rate, self._crowded_rate = rate * (1 - self._crowding * crowd), rate * crowd
 
     def time_of(self, work: float) -> float:
         """Return the time, in seconds, at which this clock will read `work` seconds of work. The number of working
@@ -91,6 +123,13 @@ def shared_rate(nodes: Sequence[float], cores: int) -> float:
         return 1.0
     waits = min(1.0, max(nodes) - 1)
     return 1 / (crowd + waits * (math.ceil(crowd - 1e-9) - crowd))
+
+
+def busy_others(nodes: Sequence[float], cores: int) -> float:
+    """Return the share of the cores beside the widest node's that other nodes keep busy, from 0 to 1. `nodes`: the
+    effective number of threads of each working node."""
+    others = min(sum(nodes), cores) - max(nodes, default=0.0)
+    return max(0.0, others) / (cores - 1) if cores > 1 else 0.0
 
 
 def shared_cores(run: PlannedRun, cluster: HardwareCluster) -> int | None:
@@ -118,10 +157,9 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
-) -> dict[float, float]:
-    """Return time -> progress until then of a node that has run since the beginning. The progress is in seconds of
-    work: the seconds that the node would have needed alone on the host. It is the reading of a `SharedClock`, which
-    runs slower while more threads work than there are cores.
+) -> dict[float, Progress]:
+    """Return time -> progress until then of a node that has run since the beginning: the readings of a `SharedClock`
+    without crowding, which runs slower while more threads work than there are cores.
 
     The keys are the times at which an execution of a node (one of `boxes`) starts or ends, and the times at which the
     driver starts or ends its work after an execution.
@@ -144,8 +182,8 @@ def work_at(
         start, until = max(end, until), max(end, until) + driver_s
         changes += [(start, 1.0), (until, -1.0)]
     changes.sort(key=lambda change: (change[0], -change[1]))  # a node begins before it ends
-    clock, work_by_time = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, float]()
+    clock, work_by_time = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, Progress]()
     for time, change in changes:
         clock.add(change, time)
-        work_by_time[time] = clock.work
+        work_by_time[time] = Progress(clock.work, clock.crowded)
     return work_by_time

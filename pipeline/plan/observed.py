@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from pipeline.config.identity import Identity
@@ -26,7 +26,7 @@ from pipeline.observe.history import History
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import Box, read_boxes
 from pipeline.plan.calibration import ENGINE_STAGES
-from pipeline.plan.cores import work_at, working_threads
+from pipeline.plan.cores import Progress, work_at, working_threads
 from storage.address import Address
 from storage.records import Rollout
 
@@ -38,7 +38,7 @@ class Observed:
     node: Node
     seconds: float
     """Seconds of work of the node, without the loading of new weights. If more threads worked than the host has cores,
-    the node ran slower for some time. This number is then the time that it would have taken alone."""
+    the node ran slower for some time. This number is then the time that it would have taken on a core of its own."""
     lengths: Sequence[int]
     """Number of tokens of each response that the node worked on, without responses that are no longer stored."""
     worker: str = ""
@@ -49,6 +49,18 @@ class Observed:
     """Part of `seconds` that was spent on store and ledger; 0: not measured."""
     beside: bool = False
     """True if the node's worker ran other nodes at the same time."""
+    crowded_s: float = 0.0
+    """Part of `seconds` in which nodes on other cores worked, too (`cores.Progress`)."""
+    start_crowded_s: float = 0.0
+    """The same part of `start_s`."""
+
+    def alone(self, crowding: float) -> Observed:
+        """Return this node with the seconds that it would have taken alone if nodes lose the share `crowding` of their
+        speed while all other cores work."""
+        seconds = self.seconds - crowding * self.crowded_s
+        store_s = self.store_s * seconds / self.seconds if self.seconds else 0.0
+        start_s = self.start_s - crowding * self.start_crowded_s
+        return replace(self, seconds=seconds, start_s=start_s, store_s=store_s, crowded_s=0.0, start_crowded_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,10 @@ class ObservedRun:
     driver_s: float = 0.0
     """Processor seconds of the driver and the scheduler for each node."""
 
+    def alone(self, crowding: float) -> ObservedRun:
+        """Return this run with the seconds that each node would have taken alone (`Observed.alone`)."""
+        return replace(self, nodes=[node.alone(crowding) for node in self.nodes]) if crowding else self
+
     @property
     def lengths(self) -> list[int]:
         """Lengths of the responses in `nodes`, without the responses of evaluations."""
@@ -117,20 +133,24 @@ def observe(
     work = {} if cores is None else work_at(boxes, threads, cores, driver_s)
     observed, loads = list[Observed](), list[float]()
     for box in kept:
-        refit, start, end, rate = refits.get(box.address, 0.0), box.start_s, box.end_s, 1.0
-        if box.gang in threads and end > start:
-            start, end = work.get(start, start), work.get(end, end)
-            rate = (end - start) / (box.end_s - box.start_s)
-        loads += [refit * rate] if refit else []
+        refit_s, wall_s = refits.get(box.address, 0.0), box.end_s - box.start_s
+        start, end = Progress(box.start_s), Progress(box.end_s)
+        if box.gang in threads and wall_s > 0 and work:
+            start, end = work[box.start_s], work[box.end_s]
+        done, refit = end - start, min(1.0, refit_s / wall_s) if wall_s > 0 else 0.0
+        rate = done.work / wall_s if wall_s > 0 else 1.0
+        loads += [refit_s * rate] if refit_s else []
         observed.append(
             Observed(
                 nodes[box.address],
-                max(0.0, end - start - refit * rate),
+                done.work * (1 - refit),
                 _lengths_of(nodes[box.address], history, lengths),
                 box.worker,
-                start + refit * rate,
+                start.work + refit * done.work,
                 box.store_s * rate,
                 box.address in crowded,
+                done.crowded * (1 - refit),
+                start.crowded + refit * done.crowded,
             )
         )
     return ObservedRun(

@@ -55,6 +55,7 @@ def scenario_of(
         device_sharing=config.placement.device_sharing,
         cores=shared_cores(costs.run, costs.cluster),
         threads=working_threads(config, costs.calibration.thread_share),
+        crowding=costs.calibration.crowding,
         driver_s=costs.calibration.driver_s,
         hand_over_s=hand_over_s(costs.run, costs.cluster),
         stragglers=stragglers,

@@ -22,7 +22,7 @@ rules of the workers:
   waits until its current shards have ended, unless the engine updates in flight.
 - A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
 - Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
-  cores (`cores.SharedClock`). The driver shares these cores too: it works `driver_s` seconds after each commit.
+  cores, and while several cores are busy (`cores.SharedClock`). The driver shares these cores too: it works `driver_s` seconds after each commit.
 - A worker that fails loses its nodes. It is back after `rebuild_s`. A trainer additionally repeats its updates since
   the last checkpoint.
 
@@ -130,6 +130,8 @@ class Scenario:
     threads: Mapping[str, float] = field(default_factory=dict)
     """Gang's name -> number of working threads: of one replica of a pool, or of all ranks of an ordered gang together.
     A gang that is not listed needs no cores."""
+    crowding: float = 0.0
+    """Share of its speed that a node loses while nodes on all other cores work. Not simulated if `cores` is None."""
     driver_s: float = 0.0
     """Seconds that the driver works after each node, on the cores that it shares with the workers. Not simulated if
     `cores` is None."""
@@ -312,7 +314,8 @@ class _Simulation:
         only if workers share cores."""
         self._sequence = 0
         self._heap: list[tuple[float, int, _Kind, Any, int]] = []
-        self._shared = None if scenario.cores is None else SharedClock(scenario.cores)
+        cores = scenario.cores
+        self._shared = None if cores is None else SharedClock(cores, crowding=scenario.crowding)
         self._unbooked = 0
         """Number of commits that the driver has not handled yet. Always 0 if the driver's work is not simulated."""
         self._work = self._heap if self._shared is None else []

@@ -171,6 +171,23 @@ def test_stores_beside_other_shards_are_told_from_stores_alone() -> None:
     assert calibrate([replace(one, nodes=without)], CLUSTER, "cpu").beside_s == 0.0
 
 
+def test_nodes_beside_busy_cores_tell_how_much_they_are_slowed() -> None:
+    """Every second node of a trainer ran beside an engine, and did 4/5 of its work in the same time."""
+    one, nodes = executed("one", scatter=0.05, steps=20), []
+    for node in one.nodes:
+        beside = node.node.address.step % 2 == 0
+        seconds = node.seconds / 0.8 if beside else node.seconds
+        nodes.append(replace(node, seconds=seconds, crowded_s=seconds * beside))
+    crowded = replace(one, nodes=nodes)
+    found = calibrate([crowded], CLUSTER, "cpu")
+    assert found.crowding == pytest.approx(0.2, abs=0.02)
+    totals = {stage: (measured, predicted) for stage, measured, predicted, _ in compared([crowded], CLUSTER, found)}
+    measured, predicted = totals["update_policy"]
+    assert predicted == pytest.approx(measured, rel=0.05)
+    assert measured == pytest.approx(sum(of.seconds for of in one.nodes if of.node.stage == "update_policy"), rel=0.02)
+    assert calibrate([one], CLUSTER, "cpu").crowding == 0.0
+
+
 def test_turnarounds_count_to_nodes_and_not_to_waits() -> None:
     """The waits of 0.04 s begin with the turnaround of 0.01 s, which is a part of the node that ended."""
     (given,) = (replace(executed("one", scatter=0.0), turnarounds=[0.01] * 5),)

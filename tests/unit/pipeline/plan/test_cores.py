@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from pipeline.graph.graph import Gang, GraphSpec
 from pipeline.observe.timeline import Box
-from pipeline.plan.cores import SharedClock, shared_rate, thread_speedup, work_at, working_threads
+from pipeline.plan.cores import SharedClock, busy_others, shared_rate, thread_speedup, work_at, working_threads
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.scenario import scenario_of
@@ -120,10 +121,15 @@ def test_the_work_of_recorded_nodes() -> None:
         box("score", "score", 0.0, 9.0),
     ]
     work = work_at(boxes, {"train": 2, "generate": 1}, 2)
-    assert work[4.0] == pytest.approx(4.0)
-    assert work[8.0] - work[5.0] == pytest.approx(1.5)
-    assert work[10.0] == pytest.approx(4.0 + 4.0 / 2 + 2.0)
-    assert work_at(boxes, {"train": 2, "generate": 1}, 3) == {t: t for t in (0.0, 4.0, 5.0, 7.0, 8.0, 9.0, 10.0)}
+    assert work[4.0].work == pytest.approx(4.0)
+    assert (work[8.0] - work[5.0]).work == pytest.approx(1.5)
+    assert work[10.0].work == pytest.approx(4.0 + 4.0 / 2 + 2.0)
+    assert work[10.0].crowded == 0.0, "the trainer is on both cores"
+    on_three = work_at(boxes, {"train": 2, "generate": 1}, 3)
+    assert {t: done.work for t, done in on_three.items()} == {t: t for t in (0.0, 4.0, 5.0, 7.0, 8.0, 9.0, 10.0)}
+    done = on_three[10.0] - on_three[5.0]
+    assert done.crowded == pytest.approx(3.0 / 2), "of 5 s with two other cores, one of them was busy for 3 s"
+    assert done.alone_s(0.2) == pytest.approx(5.0 - 0.2 * 1.5)
     assert work_at([], {}, 2) == {}
 
 
@@ -145,6 +151,16 @@ def test_the_rate_of_nodes_that_share_cores() -> None:
     assert shared_rate([3, 1], 2) == pytest.approx(1 / 2)
     assert shared_rate([16, 1], 16) == pytest.approx(1 / 2)
     assert shared_rate([1.5, 1], 2) == pytest.approx(1 / (1.25 + 0.5 * 0.75))
+
+
+def test_a_node_is_slower_while_other_cores_work() -> None:
+    """Each loses a fifth of its speed while the other works: of 4 s of work one has done 2 when the other's 2 end."""
+    given = scenario(FixedCosts({"update_policy": 4.0, "update_critic": 2.0}), 2)
+    _, nodes = played(replace(given, crowding=0.2))
+    assert nodes[Address("update_critic", 0)].finished_s == pytest.approx(2 / 0.8)
+    assert nodes[Address("update_policy", 0)].finished_s == pytest.approx(2 / 0.8 + 2)
+    assert busy_others([1, 1, 1], 4) == pytest.approx(2 / 3)
+    assert busy_others([], 2) == busy_others([2, 2], 2) == busy_others([1, 1], 1) == 0
 
 
 def test_threads_of_gangs() -> None:

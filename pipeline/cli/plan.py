@@ -24,7 +24,7 @@ from pipeline.cli.answers import (
     read_saved_config,
 )
 from pipeline.cli.calibrate import read_observed_run
-from pipeline.cli.simulate import assumed_lengths, calibration_of, lengths_of
+from pipeline.cli.simulate import assumptions, calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import load_yaml, to_yaml, write_config
 from pipeline.config.memory import planned_run
@@ -61,7 +61,7 @@ def command(options: argparse.Namespace) -> int:
     what = ("GPU" + "s" * (devices > 1)) if on_gpus else "cores of one node"
     print_line(f"{devices} {what}: {cluster.hardware.description}; speeds: {calibration.description}")
     fixed = options.lengths is None and options.from_run is None
-    for line in assumed_lengths(config, calibration, fixed=fixed):
+    for line in assumptions(config, calibration, fixed=fixed):
         print_line(line)
     output_console().print(_table(result, config))
     for number, plan in enumerate(result.plans, 1):

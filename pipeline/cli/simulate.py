@@ -52,7 +52,7 @@ def command(options: argparse.Namespace) -> int:
     scenario = scenario_of(costs, lengths, stragglers=stragglers, failures=failures, seed=options.seed)
     played = play(scenario, (lambda one: _keep(drawn, one)) if keeps else None)
     print_line(f"{options.hardware}: {cluster.hardware.description}; speeds: {calibration.description}")
-    for line in assumed_lengths(config, calibration, fixed=options.lengths is None):
+    for line in assumptions(config, calibration, fixed=options.lengths is None):
         print_line(line)
     output_console().print(_table(played, config))
     for line in fullest_gpu_lines(checked.run, workers_memory(checked.run), checked.hosts, checked.limits):
@@ -71,15 +71,19 @@ def calibration_of(file: str | None, hardware: str, cluster: HardwareCluster) ->
     return calibration
 
 
-def assumed_lengths(config: RunConfig, calibration: Calibration, *, fixed: bool) -> Iterator[str]:
-    """Yield a line for each kind of length that is not known but assumed. `fixed`: True if the lengths of responses
-    are assumed."""
+def assumptions(config: RunConfig, calibration: Calibration, *, fixed: bool) -> Iterator[str]:
+    """Yield a line for each property of a run's rows that is not known but assumed. `fixed`: True if the lengths of
+    responses are assumed."""
     if fixed:
         most = config.sampling.max_new_tokens
         yield f"every response is taken to be of {most} tokens (--lengths says otherwise)"
     if calibration.prompt_tokens is None:
         most = config.prompts.max_tokens
         yield f"every prompt is taken to be of {most} tokens (prompt_tokens of a calibration says otherwise)"
+    drafter = config.engine.embedded.speculation.drafter
+    if drafter != "none" and not calibration.drafts_per_pass:
+        measured = "a calibration from a run with drafts says otherwise"
+        yield f"drafts ({drafter}) are taken to gain and cost nothing ({measured})"
 
 
 def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:

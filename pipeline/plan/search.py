@@ -284,12 +284,19 @@ def search(
         simulated += played
         exact &= ended
     if not plans:
-        raise ConfigError(DEVICES, f"every plan for {space.devices} devices would be refused: {'; '.join(refused)}")
+        raise ConfigError(DEVICES, f"every plan for {space.devices} devices would be refused: {_commonest(refused)}")
     plans.sort(key=lambda plan: (plan.value, plan.devices))
     best_of: dict[tuple[str, int], Plan] = {}
     for plan in plans:
         best_of.setdefault((plan.form, plan.config.staleness), plan)
     return Found(list(best_of.values()), len(every), simulated, exact, refused)
+
+
+def _commonest(refused: Mapping[str, int], most: int = 3) -> str:
+    """Return the most frequent reasons for which plans were refused, and how many others there are."""
+    ordered = sorted(refused, key=lambda reason: refused[reason], reverse=True)
+    others = len(ordered) - most
+    return "; ".join(ordered[:most]) + (f"; and {others} other reason{'s' * (others > 1)}" if others > 0 else "")
 
 
 def _search(

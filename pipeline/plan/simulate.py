@@ -22,7 +22,8 @@ rules of the workers:
   waits until its current shards have ended, unless the engine updates in flight.
 - A hand-over of shared devices takes the sum of both gangs' `hand_over_s`.
 - Workers that share the cores of a host (`Scenario.cores`) run slower while they have more threads than there are
-  cores, and while several cores are busy (`cores.SharedClock`). The driver shares these cores too: it works `driver_s` seconds after each commit.
+  cores, and while several cores are busy (`cores.SharedClock`). The driver shares these cores too: it works `driver_s`
+  seconds after each commit.
 - A worker that fails loses its nodes. It is back after `rebuild_s`. A trainer additionally repeats its updates since
   the last checkpoint.
 

@@ -36,12 +36,14 @@ def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> No
         "--lengths",
         "lognormal:4,0.5",
     ]
+    drafts = "engine.embedded.speculation.drafter=ngram"
     texts = []
     for seed in ("1", "1", "2"):
-        assert main(["simulate", *CONFIG, "steps=20", "--hardware", "1xcpu", *chance, "--seed", seed]) == 0
+        assert main(["simulate", *CONFIG, "steps=20", "--hardware", "1xcpu", drafts, *chance, "--seed", seed]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert "workers lost" in texts[0]
+    assert "drafts (ngram) are taken to gain and cost nothing" in texts[0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -152,8 +153,9 @@ def test_refused_plans_are_left_out_with_their_reason() -> None:
     found = search(given, Objective(), lambda config: "no sharing" if config.placement.device_sharing else None)
     assert {plan.form for plan in found.plans} == {"apart"}
     assert found.refused["no sharing"] > 0
-    with pytest.raises(ConfigError, match="never"):
-        search(given, Objective(), lambda config: "never")
+    numbers = itertools.count()
+    with pytest.raises(ConfigError, match=r"refused: never 0; never 1; never 2; and \d+ other reasons$"):
+        search(given, Objective(), lambda config: f"never {next(numbers)}")
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_hold_it() -> None:

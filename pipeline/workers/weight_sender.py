@@ -74,11 +74,13 @@ class Stripe:
 def received(
     sender: tuple[str, int], context: ssl.SSLContext, manifest: Manifest, start: int, timeout_s: float
 ) -> Generator[memoryview, None, None]:
-    """Yield the bytes of a version's file from `start` on, in pieces and in order. Raises OSError if the sender is lost
-    or sends nothing for `timeout_s`."""
+    """Yield the bytes of a version's file from `start` on, in pieces and in order. A piece is valid until the next one
+    is asked for. Raises OSError if the sender is lost or sends nothing for `timeout_s`."""
     total = manifest.file_bytes
     sizes = [min(PIECE_BYTES, total - offset) for offset in range(start, total, PIECE_BYTES)]
     count = min(STRIPES, len(sizes))
+    # Used again and again, since memory that is used for the first time is slow.
+    buffers = [np.empty(PIECE_BYTES, np.uint8).data for _ in range(min(len(sizes), _PIECES_AHEAD * count + 1))]
     coming: deque[Future[memoryview]] = deque()
     with ExitStack() as stack:
         stripes: list[tuple[ThreadPoolExecutor, ssl.SSLSocket]] = []
@@ -93,13 +95,13 @@ def received(
         for number in range(len(sizes) + _PIECES_AHEAD * count):
             if number < len(sizes):
                 reader, stream = stripes[number % count]
-                coming.append(reader.submit(_piece, stream, sizes[number]))
+                coming.append(reader.submit(_piece, stream, buffers[number % len(buffers)][: sizes[number]]))
             if number >= _PIECES_AHEAD * count:
                 yield coming.popleft().result()
 
 
-def _piece(stream: ssl.SSLSocket, num_bytes: int) -> memoryview:
-    piece = np.empty(num_bytes, np.uint8).data
+def _piece(stream: ssl.SSLSocket, piece: memoryview) -> memoryview:
+    """Fill a buffer with the next bytes of a connection, and return it."""
     left = piece
     while left:
         count = stream.recv_into(left)

@@ -92,6 +92,8 @@ from storage.locks import holder, is_named, open_lock, take_lock
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _POLL_S = 0.2
 """Seconds between two attempts to read the scheduler file and to connect to the driver."""
+_GONE_S = 0.05
+"""Seconds between two looks whether a killed process is gone."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
 """Longest time to wait for the driver's answer to a join request."""
@@ -235,7 +237,7 @@ class _AttachedWorker:
             try:
                 ending = await self._run_until_end(comm, nanny, starting)
             finally:
-                await _kill_worker(nanny, starting)
+                await kill_worker(nanny, starting)
         return ending
 
     async def _ask(self, comm: Comm, request: JoinRequest) -> list[int] | None:
@@ -292,21 +294,22 @@ async def _wait_for_end(comm: Comm) -> EndReason:
     return EndReason.RUN_OVER
 
 
-async def _kill_worker(nanny: Nanny, starting: asyncio.Future[Any]) -> None:
+async def kill_worker(nanny: Nanny, starting: asyncio.Future[Any]) -> None:
     """End the worker process at once, whatever it is doing. The nanny does not restart it. `starting`: the nanny's
-    start, which fails when the process that it waits for is killed. If it were cancelled, the nanny could not close."""
+    start, which fails when the process that it waits for is killed. A start that does not fail in time is cancelled."""
     nanny.close_gracefully()
     give_up = time.monotonic() + _ENDS_S
-    while True:
+    while not starting.done() or nanny.pid is not None:
         if nanny.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(nanny.pid, signal.SIGKILL)
-        if starting.done() or time.monotonic() > give_up:
+        if time.monotonic() > give_up:
             break
-        await asyncio.wait({starting}, timeout=_POLL_S)
+        await asyncio.sleep(_GONE_S)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
-    with suppress(OSError, TimeoutError):
+    # AssertionError: the start was cancelled, and the nanny still waits for it. It has freed everything by then.
+    with suppress(OSError, TimeoutError, AssertionError):
         await asyncio.wait_for(nanny.close(timeout=_REASON_S), 2 * _REASON_S)
 
 

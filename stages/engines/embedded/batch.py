@@ -11,7 +11,7 @@ from jaxtyping import Float32, Int32, Int64, UInt64
 
 from stages.engines.embedded.kernels.blocks import NO_BLOCK, blocks_for
 from stages.engines.embedded.rows import Row
-from stages.engines.embedded.sampling import noise_keys
+from stages.engines.embedded.sampling import position_keys
 from stages.engines.embedded.scheduler import Chunk
 
 Draw = tuple[int, float]
@@ -78,35 +78,54 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
 
     `wants_hidden`: True if the batch must also return the hidden states from which tokens are drawn.
     """
-    ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
-    counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
-    tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
-    drawn: list[int] = []
+    ids: list[int] = []
     positions: list[int] = []
+    counts: list[int] = []
+    tables: list[Int32[np.ndarray, " W"]] = []
+    drawn: list[int] = []
     places: list[tuple[Row, int]] = []
-    for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
-        num_blocks = blocks_for(end)
-        tables[i, :num_blocks] = chunk.row.blocks[:num_blocks]
-        depths = chunk.drafts.depths
-        positions += [*range(chunk.start, chunk.stop), *(chunk.stop + depth for depth in depths)]
+    branches = False
+    for chunk in chunks:
+        row, start, drafts = chunk.row, chunk.start, chunk.drafts
+        stop, num_guesses = start + chunk.count, len(drafts.tokens)
+        ids += row.tokens[start:stop]
+        positions += range(start, stop)
         if chunk.samples:
-            drawn += range(len(positions) - 1 - len(depths), len(positions))
-            places += [(chunk.row, ahead) for ahead in (0, *(1 + depth for depth in depths))]
-    key_parts = [(r.request.seed, r.request.step, r.request.row, len(r.tokens) + ahead) for r, ahead in places]
+            drawn.append(len(ids) - 1)
+            places.append((row, 0))
+        if num_guesses:
+            depths = drafts.depths
+            if chunk.samples:
+                drawn += range(len(ids), len(ids) + num_guesses)
+                places += [(row, 1 + depth) for depth in depths]
+            ids += drafts.tokens
+            positions += [stop + depth for depth in depths]
+            branches |= not drafts.is_chain
+        counts.append(chunk.count + num_guesses)
+        tables.append(row.table(blocks_for(stop + num_guesses)))
     numbers = np.array(positions, np.int64)
+    row_noise = np.array([row.noise for row, _ in places], np.uint64)
     return Batch(
-        ids=np.array([token for chunk in chunks for token in chunk.tokens], np.int64),
+        ids=np.array(ids, np.int64),
         positions=numbers,
         rows=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
-        tables=tables,
+        tables=_padded(tables),
         drawn=np.array(drawn, np.int64),
-        keys=noise_keys(*np.array(key_parts, np.int64).reshape(-1, 4).T),
+        keys=position_keys(row_noise, np.array([len(row.tokens) + ahead for row, ahead in places], np.int64)),
         temperatures=[row.request.sampling.temperature for row, _ in places],
         banned=[row.banned(ahead) for row, ahead in places],
         wants_hidden=wants_hidden,
-        tree_paths=None if all(chunk.drafts.is_chain for chunk in chunks) else _tree_paths(chunks, numbers),
+        tree_paths=_tree_paths(chunks, numbers) if branches else None,
         forced={i: token for i, (row, ahead) in enumerate(places) if (token := row.forced(ahead)) is not None},
     )
+
+
+def _padded(tables: Sequence[Int32[np.ndarray, " _"]]) -> Int32[np.ndarray, "R W"]:
+    """Return the block tables of all rows as one array, filled up with `NO_BLOCK`."""
+    padded = np.full((len(tables), max(map(len, tables))), NO_BLOCK, np.int32)
+    for i, table in enumerate(tables):
+        padded[i, : len(table)] = table
+    return padded
 
 
 def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> BatchTreePaths:
@@ -153,20 +172,22 @@ def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
     row = chunk.row
     row.num_to_refeed = 0
     kept: list[int] = []
-    place: int | None = 0
-    while place is not None:
+    place = 0
+    while True:
         token, logprob = draws[place]
         if not -float("inf") < logprob <= 1e-3:
             row.failure = FloatingPointError(f"row {row.request.row}: the model's output is not finite ({logprob=})")
             break
         row.append(token, logprob, version)
         kept.append(place)
-        next_guess = chunk.drafts.find_child(place - 1, token) if row.finished is None else None
-        place = None
-        if next_guess is not None:
-            if next_guess == len(kept) - 1 and not row.num_to_refeed:  # in the main chain
-                row.num_cached += 1
-            else:
-                row.num_to_refeed += 1
-            place = next_guess + 1
+        if not chunk.drafts.tokens or row.finished is not None:
+            break
+        right = chunk.drafts.find_child(place - 1, token)
+        if right is None:
+            break
+        if right == len(kept) - 1 and not row.num_to_refeed:  # in the main chain
+            row.num_cached += 1
+        else:
+            row.num_to_refeed += 1
+        place = right + 1
     return kept

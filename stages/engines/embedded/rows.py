@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from jaxtyping import Int32
 
+from stages.engines.embedded.sampling import row_noise
 from stages.engines.protocol import Completion, Request
 from storage.records import FinishReason
 
@@ -132,6 +134,12 @@ class Row:
         sampling = self.request.sampling
         self._suppressed = tuple(sorted(sampling.suppress_token_ids))
         self._suppressed_early = tuple(sorted({*self._suppressed, *self.eos_ids}))
+        self._fewest_new, self._most_new = sampling.min_new_tokens, sampling.max_new_tokens
+        self.noise = int(row_noise(self.request.seed, self.request.step, self.request.row)[0])
+        """The part of the keys of the row's noise that is the same at all positions (`sampling.position_keys`)."""
+        self._table, self._table_of = np.zeros(0, np.int32), self.blocks
+        """A copy of `_table_of`, the list that `blocks` was when `table` was last called."""
+        self._table_length = 0
 
     @property
     def num_new(self) -> int:
@@ -152,12 +160,12 @@ class Row:
     @property
     def num_left(self) -> int:
         """Maximum number of tokens that the row can still get."""
-        return self.request.sampling.max_new_tokens - self.num_new
+        return self._most_new - len(self.logprobs)
 
     def banned(self, ahead: int) -> tuple[int, ...]:
         """Return the tokens that must not be sampled at a coming position. `ahead`: 0 for the next position, 1 for the
         one after it, and so on."""
-        early = self.num_new + ahead < self.request.sampling.min_new_tokens
+        early = len(self.logprobs) + ahead < self._fewest_new
         return self._suppressed_early if early else self._suppressed
 
     def forced(self, ahead: int) -> int | None:
@@ -177,9 +185,23 @@ class Row:
 
     @property
     def finished(self) -> FinishReason | None:
-        if self.num_new and self.tokens[-1] in self.eos_ids:
+        num_new = len(self.logprobs)
+        if num_new and self.tokens[-1] in self.eos_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_left <= 0 else None
+        return FinishReason.LENGTH if num_new >= self._most_new else None
+
+    def table(self, num_blocks: int) -> Int32[np.ndarray, " num_blocks"]:
+        """Return the row's first blocks. The array is kept, because a list of many blocks takes long to convert, and
+        grows by one block at a time. Do not change it."""
+        blocks = self.blocks
+        if self._table_of is not blocks:
+            self._table_of, self._table_length = blocks, 0
+        if len(blocks) > len(self._table):
+            self._table, self._table_length = np.empty(2 * len(blocks), np.int32), 0
+        if self._table_length < len(blocks):
+            self._table[self._table_length : len(blocks)] = blocks[self._table_length :]
+            self._table_length = len(blocks)
+        return self._table[:num_blocks]
 
     def outcome(self) -> Completion | FloatingPointError:
         """Return the completion of a finished row, or the error of a failed one."""

@@ -42,11 +42,24 @@ def noise_keys(
 
     `position` is the token's index in its row, prompt included. Each number is mixed in by a splitmix64 step of its
     own, so keys that differ in one number look independent."""
-    parts = [np.asarray(part).astype(np.int64).view(np.uint64) for part in (seed, step, row, position)]
-    key = np.zeros(np.broadcast_shapes((1,), *(part.shape for part in parts)), np.uint64)
-    for part in parts:
-        key = _splitmix(key ^ part)
+    return position_keys(row_noise(seed, step, row), position)
+
+
+def row_noise(seed: int | np.ndarray, step: int | np.ndarray, row: int | np.ndarray) -> UInt64[np.ndarray, "*shape"]:
+    """Return the part of `noise_keys` that is the same for all positions of a row, for `position_keys`."""
+    key = np.zeros(1, np.uint64)
+    for part in (seed, step, row):
+        key = _splitmix(key ^ _words(part))
     return key
+
+
+def position_keys(noise: UInt64[np.ndarray, "*shape"], position: int | np.ndarray) -> UInt64[np.ndarray, "*shape"]:
+    """Return the keys of `noise_keys`. `noise`: results of `row_noise`."""
+    return _splitmix(noise ^ _words(position))
+
+
+def _words(numbers: int | np.ndarray) -> np.ndarray:
+    return np.asarray(numbers).astype(np.int64).view(np.uint64)
 
 
 def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) -> Float32[torch.Tensor, "keys vocab"]:

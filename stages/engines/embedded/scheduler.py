@@ -31,7 +31,7 @@ BATCH_PROMPT_TOKENS = 512
 memory of activations."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Chunk:
     """One row's part of a batch. It consists of `count` tokens of the row from position `start` on, and then of
     `drafts`, the guesses of the following tokens."""
@@ -51,10 +51,6 @@ class Chunk:
     def stop(self) -> int:
         """Position after the chunk's last token, not counting the guesses."""
         return self.start + self.count
-
-    @property
-    def tokens(self) -> list[int]:
-        return [*self.row.tokens[self.start : self.stop], *self.drafts.tokens]
 
 
 class Scheduler:
@@ -94,11 +90,11 @@ class Scheduler:
         a row that is under way. A row may read blocks that an earlier row of the same batch writes. `drafts`: guesses
         for rows that decode. If blocks run short, some guesses are cut off."""
         chunks: list[Chunk] = []
-        budget = BATCH_PROMPT_TOKENS
+        budget, preempted_before = BATCH_PROMPT_TOKENS, self.num_preemptions
         for row in self.next_rows():
-            if row not in self.running:
+            if self.num_preemptions > preempted_before and row not in self.running:
                 break  # this row was preempted for an older one, and so were all rows after it
-            chunk = self._chunk(row, budget, (drafts or {}).get(row, NO_GUESSES))
+            chunk = self._chunk(row, budget, drafts.get(row, NO_GUESSES) if drafts else NO_GUESSES)
             if chunk is None:
                 continue
             budget -= 0 if chunk.decodes else chunk.count
@@ -197,18 +193,21 @@ class Scheduler:
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
             row.num_cached = len(row.blocks) * BLOCK_TOKENS
             self.num_shared_tokens += row.num_cached
-        decodes = row.decodes
-        count = row.num_pending if decodes else min(row.num_pending, budget)
-        if count == 0 or not self._reserve_blocks(row, row.num_cached + count):
+        pending = row.num_pending
+        decodes = pending == 1 + row.num_to_refeed
+        count = pending if decodes else min(pending, budget)
+        stop = row.num_cached + count
+        if count == 0 or (stop > len(row.blocks) * BLOCK_TOKENS and not self._reserve_blocks(row, stop)):
             return None
-        while drafts and blocks_for(row.num_cached + count + len(drafts)) - len(row.blocks) > self.pool.num_free:
-            drafts = drafts.first(len(drafts) - 1)
-        self._reserve_blocks(row, row.num_cached + count + len(drafts))
-        chunk = Chunk(row, row.num_cached, count, count == row.num_pending, drafts, decodes)
-        row.num_cached += count
+        if drafts is not NO_GUESSES:
+            while drafts and blocks_for(stop + len(drafts)) - len(row.blocks) > self.pool.num_free:
+                drafts = drafts.first(len(drafts) - 1)
+            self._reserve_blocks(row, stop + len(drafts))
+        chunk = Chunk(row, row.num_cached, count, count == pending, drafts, decodes)
+        row.num_cached = stop
         prompt = len(row.request.tokens)
         if chunk.start < prompt:  # otherwise the whole prompt is published already
-            self.pool.publish(row.blocks, row.tokens[: min(row.num_cached, prompt)])
+            self.pool.publish(row.blocks, row.tokens[: min(stop, prompt)])
         return chunk
 
     def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:

@@ -413,7 +413,8 @@ def sender(tmp_path: Path, pieces: None) -> Iterator[WeightSender]:
 def test_only_who_has_the_certificate_is_answered(sender: WeightSender, tmp_path: Path) -> None:
     manifest = WeightBoard(tmp_path).manifest(VERSION)
     given: ssl.SSLContext = SECURITY.get_connection_args("worker")["ssl_context"]
-    assert b"".join(map(bytes, received(sender.address(), given, manifest, 0, 60.0))) == (tmp_path / manifest.file).read_bytes()
+    pieces = received(sender.address(), given, manifest, 0, 60.0)
+    assert b"".join(map(bytes, pieces)) == (tmp_path / manifest.file).read_bytes()
     strangers = [ssl.create_default_context(), Security.temporary().get_connection_args("worker")["ssl_context"]]
     for stranger in strangers:
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE  # it asks for no certificate itself

@@ -244,8 +244,9 @@ class _StaticBuffers:
         views["tables"][:num, : batch.tables.shape[1]] = batch.tables[batch.rows]
         views["tables"][num:, 0] = NO_BLOCK  # padding tokens are at position 0 and read no other block
         views["banned"].fill(_NO_TOKEN)
-        for place, tokens in zip(views["banned"], batch.banned, strict=False):
-            place[: len(tokens)] = tokens
+        for place, tokens in enumerate(batch.banned):
+            if tokens:
+                views["banned"][place, : len(tokens)] = tokens
         self._device.copy_(self._host, non_blocking=True)
 
     def draws(self, num: int) -> tuple[Int64[np.ndarray, " num"], Float32[np.ndarray, " num"]]:

@@ -119,8 +119,8 @@ class IncomingVersion(Closing):
         return self.num_bytes == self.manifest.file_bytes
 
     def append(self, piece: memoryview) -> None:
-        """Append the next bytes. Raises DamagedWeights if a tensor's sum differs from the manifest's, or if there are
-        too many bytes. Raises OSError if the memory is full."""
+        """Append the next bytes, and do not use `piece` afterwards. Raises DamagedWeights if a tensor's sum differs
+        from the manifest's, or if there are too many bytes. Raises OSError if the memory is full."""
         if self.num_bytes + piece.nbytes > self.manifest.file_bytes:
             raise DamagedWeights(
                 f"weights v{self.manifest.version}: more than {self.manifest.file_bytes} bytes arrived"

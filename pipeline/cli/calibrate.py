@@ -72,9 +72,10 @@ def command(options: argparse.Namespace) -> int:
     turnaround = format_number(1000 * calibration.turnaround_s)
     print_line(f"overhead of a node: {overhead} ms from its parents' commits to its start")
     print_line(f"turnaround of a worker: {turnaround} ms between two nodes, a part of the first")
-    if not cluster.gpus:
-        divided, lost = f"{calibration.thread_share:.0%}", f"{calibration.crowding:.0%}"
-        print_line(f"cores: threads divide {divided} of the arithmetic; a node is {lost} slower while all others work")
+    if calibration.thread_share < 1:
+        print_line(f"threads of a worker divide {calibration.thread_share:.0%} of the arithmetic")
+    if calibration.crowding:
+        print_line(f"a node loses {calibration.crowding:.0%} of its speed while all other cores work")
     if calibration.extrapolated:
         names = ", ".join(calibration.extrapolated)
         print_line(

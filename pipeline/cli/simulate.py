@@ -82,8 +82,8 @@ def assumptions(config: RunConfig, calibration: Calibration, *, fixed: bool) -> 
         yield f"every prompt is taken to be of {most} tokens (prompt_tokens of a calibration says otherwise)"
     drafter = config.engine.embedded.speculation.drafter
     if drafter != "none" and not calibration.drafts_per_pass:
-        measured = "a calibration from a run with drafts says otherwise"
-        yield f"drafts ({drafter}) are taken to gain and cost nothing ({measured})"
+        measures = "a calibration from a run with drafts measures them"
+        yield f"drafts ({drafter}) are assumed to gain and cost nothing; {measures}"
 
 
 def lengths_of(text: str | None, config: RunConfig, seed: int) -> Lengths:

@@ -14,7 +14,8 @@ kind of work is listed as extrapolated.
 
 On CPUs, if runs had different numbers of threads, the four numbers are fitted for many values of `thread_share`. The
 value with the smallest errors is taken. If nodes worked on several cores at the same time, `crowding` is found in the
-same way, from the nodes of trainers: some of them ran alone, others beside an engine.
+same way, from forward passes and updates: some of them ran alone, others beside an engine. It stays 0 if it explains
+little.
 
 The journal tells how long each node worked on store and ledger. The fit explains only the rest of a node's seconds.
 `node_s` is the mean time on store and ledger plus the fixed seconds per node that the fit finds.
@@ -57,6 +58,8 @@ _THREAD_SHARES = tuple(share / 20 for share in range(20, -1, -1))
 """Values of `Calibration.thread_share` that the fit tries."""
 _CROWDINGS = tuple(share / 50 for share in range(16))
 """Values of `Calibration.crowding` that the fit tries, from 0 to 0.3."""
+_EXPLAINED = 0.1
+"""Share of the error that `crowding` must explain. Below this share, chance would decide."""
 _OUTLIER = 0.2
 """Relative error above which a node has less weight in the fit."""
 
@@ -87,11 +90,9 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
     usual = typical(hardware, on_gpus=cluster.gpus > 0)
     shares = _THREAD_SHARES if not cluster.gpus and _differ_in_threads(runs) else (usual.thread_share,)
     fits = [_fit_kinds(runs, cluster, replace(usual, thread_share=share)) for share in shares]
-    best = min(fits, key=lambda each: _error(each[1], ("generate", "forward", "update")))
-    if any(node.crowded_s for one in runs for node in one.nodes):
-        crowded = (_fit_kinds(runs, cluster, replace(best[0], crowding=share)) for share in _CROWDINGS)
-        best = min(crowded, key=lambda each: _error(each[1], ("forward", "update")))
-    usual, speeds, extrapolated = best
+    usual, speeds, extrapolated = min(fits, key=lambda each: _error(each[1], ("generate", "forward", "update")))
+    if crowding := _crowding(runs, cluster, usual):
+        usual, speeds, extrapolated = _fit_kinds(runs, cluster, replace(usual, crowding=crowding))
     if waits := [wait for one in runs for wait in one.waits]:
         speeds["overhead_s"] = usual_mean(waits)
     if gaps := [gap for one in runs for gap in one.turnarounds]:
@@ -109,6 +110,24 @@ def calibrate(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: s
         extrapolated=extrapolated,
         **speeds,
     )
+
+
+def _crowding(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration) -> float:
+    """Return the value of `Calibration.crowding` with which the seconds of forward passes and updates have the smallest
+    errors. Return 0 if that value explains less than `_EXPLAINED` of the error, for example because all nodes were
+    slowed down alike. Then nothing tells it from another efficiency."""
+    kinds = "forward", "update"
+    of_kinds = [replace(one, nodes=[n for n in one.nodes if STAGE_KIND[n.node.stage] in kinds]) for one in runs]
+    if not any(node.crowded_s for one in of_kinds for node in one.nodes):
+        return 0.0
+    errors = {}
+    for crowding in _CROWDINGS:
+        samples = samples_of([one.alone(crowding) for one in of_kinds], cluster, usual)
+        by_kind = {kind: [sample for sample in samples if sample.kind == kind] for kind in kinds}
+        speeds = {kind: fit(measured, getattr(usual, kind))[0] for kind, measured in by_kind.items() if measured}
+        errors[crowding] = _error(speeds, tuple(speeds))
+    best = min(errors, key=lambda crowding: errors[crowding])
+    return best if errors[best] < (1 - _EXPLAINED) * errors[0.0] else 0.0
 
 
 def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
@@ -199,7 +218,7 @@ def samples_of(runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Cal
                     Measurement(kind, seconds, roofline, work.calls, elements, stored, _is_beside(node))
                 )
         refit = costs.refit_work()
-        measurements += [Measurement("refit", seconds, refit.roofline, refit.calls) for seconds in one.refits]
+        measurements += [Measurement("refit", done.work, refit.roofline, refit.calls) for done in one.refits]
     return measurements
 
 
@@ -349,7 +368,7 @@ def compared(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, calibration: Calibration
 ) -> Iterator[tuple[str, float, float, int]]:
     """Yield (stage, measured seconds, predicted seconds, number of nodes) for each stage that the runs executed. The
-    seconds are sums over the nodes."""
+    seconds are sums over the nodes, as if each node had run alone."""
     sums: dict[str, tuple[float, float, int]] = {}
     for one in (run.alone(calibration.crowding) for run in runs):
         costs = costs_of(one.run, cluster, calibration, one.prompt_tokens)

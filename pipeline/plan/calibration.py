@@ -53,8 +53,7 @@ class StageSpeed:
     store_s: float = setting(0.0, at_least(0))
     """Part of `node_s`, at the end of a node, in which its output is stored and committed."""
     scatter: float | None = setting(None, at_least(0))
-    """Spread of measured / predicted seconds, as a standard deviation in which outliers count less; null: nothing was
-    measured."""
+    """Root mean square of the relative errors of predicted seconds; outliers count less. null: nothing was measured."""
     nodes: int = setting(0, at_least(0))
     """Number of nodes that were measured."""
 

@@ -24,11 +24,12 @@ The node then counts as speedup(t) threads. f is calibrated (`Calibration.thread
 
 Nodes on different cores slow each other down, too: they share memory bandwidth, caches and the processor's power. A
 node loses the share q of its speed while nodes on all other cores work, and less while fewer cores are busy. If the
-nodes have T threads together and the widest has w, the rate above is multiplied by
+nodes have T effective threads together and the widest has w, the rate of all nodes is also multiplied by
 
-    1 - q (min(T, C) - w) / (C - 1)
+    1 - q max(0, min(T, C) - w) / (C - 1)
 
-q is calibrated (`Calibration.crowding`).
+This is what the widest node feels; a narrow node beside it is slowed too little. q is calibrated
+(`Calibration.crowding`).
 
 Pure.
 """
@@ -54,15 +55,21 @@ def thread_speedup(threads: int, share: float) -> float:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the nodes of a host, in seconds that they would need alone if a busy core slowed no other down."""
+    """Progress of the nodes of a host: the seconds that they would have needed on cores of their own."""
 
     work: float = 0.0
     crowded: float = 0.0
-    """Part of `work` that was done beside nodes on other cores. A second in which half of the other cores are busy
-    counts as half a second."""
+    """The part of `work` that was done beside nodes on other cores, weighted by the share of the other cores that were
+    busy."""
+
+    def __add__(self, more: Progress) -> Progress:
+        return Progress(self.work + more.work, self.crowded + more.crowded)
 
     def __sub__(self, earlier: Progress) -> Progress:
         return Progress(self.work - earlier.work, self.crowded - earlier.crowded)
+
+    def part(self, share: float) -> Progress:
+        return Progress(self.work * share, self.crowded * share)
 
     def alone_s(self, crowding: float) -> float:
         """Return the seconds that this progress would take alone if nodes lose the share `crowding` of their speed
@@ -85,7 +92,7 @@ class SharedClock:
         """Effective number of threads of each working node."""
         self._now = now
         self.crowded = 0.0
-        """Part of `work` that was done beside nodes on other cores (`Progress.crowded`)."""
+        """See `Progress.crowded`. It is a part of `work` only if the clock has no `crowding`."""
         self.work = 0.0
         """Reading of the clock at the last call of `advance` or `add`. If a node has run since the clock's start, its
         work so far would have taken this many seconds without other nodes."""

@@ -5,7 +5,7 @@
     graph ────► nodes and their parents ──────┘
 
 An execution has a start, an end and a worker. Where workers share cores, the seconds of a node are the seconds that it
-would have taken alone (`cores`).
+would have taken on cores of its own (`cores`).
 
 The first node of each stage on a worker is left out: it compiles, allocates and fills caches. If there were several
 attempts at a node (for example, after the loss of a worker), only the last attempt is used.
@@ -50,16 +50,16 @@ class Observed:
     beside: bool = False
     """True if the node's worker ran other nodes at the same time."""
     crowded_s: float = 0.0
-    """Part of `seconds` in which nodes on other cores worked, too (`cores.Progress`)."""
+    """Part of `seconds` that was done beside nodes on other cores (`Progress.crowded`)."""
     start_crowded_s: float = 0.0
     """The same part of `start_s`."""
 
     def alone(self, crowding: float) -> Observed:
         """Return this node with the seconds that it would have taken alone if nodes lose the share `crowding` of their
         speed while all other cores work."""
-        seconds = self.seconds - crowding * self.crowded_s
+        seconds = Progress(self.seconds, self.crowded_s).alone_s(crowding)
         store_s = self.store_s * seconds / self.seconds if self.seconds else 0.0
-        start_s = self.start_s - crowding * self.start_crowded_s
+        start_s = Progress(self.start_s, self.start_crowded_s).alone_s(crowding)
         return replace(self, seconds=seconds, start_s=start_s, store_s=store_s, crowded_s=0.0, start_crowded_s=0.0)
 
 
@@ -82,7 +82,7 @@ class ObservedRun:
     waits: Sequence[float]
     """Seconds from the end of a node's last parent to the start of the node, one number per node. A node is left out if
     its worker was still busy when the last parent ended."""
-    refits: Sequence[float]
+    refits: Sequence[Progress]
     """Seconds of each load of new weights into an engine. No node's `seconds` include them."""
     steps: int
     """Number of steps that have ended."""
@@ -103,8 +103,12 @@ class ObservedRun:
     """Processor seconds of the driver and the scheduler for each node."""
 
     def alone(self, crowding: float) -> ObservedRun:
-        """Return this run with the seconds that each node would have taken alone (`Observed.alone`)."""
-        return replace(self, nodes=[node.alone(crowding) for node in self.nodes]) if crowding else self
+        """Return this run with the seconds that each node, and each load of weights, would have taken alone
+        (`Observed.alone`)."""
+        if not crowding:
+            return self
+        refits = [Progress(refit.alone_s(crowding)) for refit in self.refits]
+        return replace(self, nodes=[node.alone(crowding) for node in self.nodes], refits=refits)
 
     @property
     def lengths(self) -> list[int]:
@@ -131,26 +135,26 @@ def observe(
     refits = _refits(boxes, nodes, history)
     threads = working_threads(run.config, share=1.0)
     work = {} if cores is None else work_at(boxes, threads, cores, driver_s)
-    observed, loads = list[Observed](), list[float]()
+    observed, loads = list[Observed](), list[Progress]()
     for box in kept:
         refit_s, wall_s = refits.get(box.address, 0.0), box.end_s - box.start_s
         start, end = Progress(box.start_s), Progress(box.end_s)
         if box.gang in threads and wall_s > 0 and work:
             start, end = work[box.start_s], work[box.end_s]
-        done, refit = end - start, min(1.0, refit_s / wall_s) if wall_s > 0 else 0.0
-        rate = done.work / wall_s if wall_s > 0 else 1.0
-        loads += [refit_s * rate] if refit_s else []
+        loading = (end - start).part(min(1.0, refit_s / wall_s) if wall_s > 0 else 0.0)
+        loads += [loading] if refit_s else []
+        begin, done = start + loading, end - start - loading
         observed.append(
             Observed(
                 nodes[box.address],
-                done.work * (1 - refit),
+                done.work,
                 _lengths_of(nodes[box.address], history, lengths),
                 box.worker,
-                start.work + refit * done.work,
-                box.store_s * rate,
+                begin.work,
+                box.store_s * (end - start).work / wall_s if wall_s > 0 else 0.0,
                 box.address in crowded,
-                done.crowded * (1 - refit),
-                start.crowded + refit * done.crowded,
+                done.crowded,
+                begin.crowded,
             )
         )
     return ObservedRun(

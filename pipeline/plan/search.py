@@ -49,6 +49,10 @@ one number of shards. If there are more, each gang keeps only one option for eac
 least work."""
 
 
+_MOST_REASONS = 3
+"""Maximum number of reasons in a message that says why every plan was refused."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A way to place a run, and the result of its simulation."""
@@ -292,11 +296,13 @@ def search(
     return Found(list(best_of.values()), len(every), simulated, exact, refused)
 
 
-def _commonest(refused: Mapping[str, int], most: int = 3) -> str:
+def _commonest(refused: Mapping[str, int]) -> str:
     """Return the most frequent reasons for which plans were refused, and how many others there are."""
     ordered = sorted(refused, key=lambda reason: refused[reason], reverse=True)
-    others = len(ordered) - most
-    return "; ".join(ordered[:most]) + (f"; and {others} other reason{'s' * (others > 1)}" if others > 0 else "")
+    others = len(ordered) - _MOST_REASONS
+    return "; ".join(ordered[:_MOST_REASONS]) + (
+        f"; and {others} other reason{'s' * (others > 1)}" if others > 0 else ""
+    )
 
 
 def _search(

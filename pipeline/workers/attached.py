@@ -93,7 +93,7 @@ _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _POLL_S = 0.2
 """Seconds between two attempts to read the scheduler file and to connect to the driver."""
 _GONE_S = 0.05
-"""Seconds between two looks whether a killed process is gone."""
+"""Seconds between two checks whether a killed process is gone."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
 """Longest time to wait for the driver's answer to a join request."""
@@ -298,19 +298,26 @@ async def kill_worker(nanny: Nanny, starting: asyncio.Future[Any]) -> None:
     """End the worker process at once, whatever it is doing. The nanny does not restart it. `starting`: the nanny's
     start, which fails when the process that it waits for is killed. A start that does not fail in time is cancelled."""
     nanny.close_gracefully()
-    give_up = time.monotonic() + _ENDS_S
-    while not starting.done() or nanny.pid is not None:
+    await _kill_until(nanny, starting.done, _ENDS_S)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await _kill_until(nanny, lambda: nanny.pid is None, _REASON_S)
+    # AssertionError: Dask expects that a start has ended, and a cancelled one may not have. `close` frees everything
+    # before it raises this.
+    with suppress(OSError, TimeoutError, AssertionError):
+        await asyncio.wait_for(nanny.close(timeout=_REASON_S), 2 * _REASON_S)
+
+
+async def _kill_until(nanny: Nanny, is_over: Callable[[], bool], limit_s: float) -> None:
+    """Kill the worker process, if there is one, again and again until `is_over` returns True, or for `limit_s`."""
+    give_up = time.monotonic() + limit_s
+    while True:
         if nanny.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(nanny.pid, signal.SIGKILL)
-        if time.monotonic() > give_up:
-            break
+        if is_over() or time.monotonic() > give_up:
+            return
         await asyncio.sleep(_GONE_S)
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
-    # AssertionError: the start was cancelled, and the nanny still waits for it. It has freed everything by then.
-    with suppress(OSError, TimeoutError, AssertionError):
-        await asyncio.wait_for(nanny.close(timeout=_REASON_S), 2 * _REASON_S)
 
 
 def security_of(file: SchedulerFile) -> Security:

@@ -79,7 +79,8 @@ def received(
     total = manifest.file_bytes
     sizes = [min(PIECE_BYTES, total - offset) for offset in range(start, total, PIECE_BYTES)]
     count = min(STRIPES, len(sizes))
-    # Used again and again, since memory that is used for the first time is slow.
+    # Reused, because first writes to new memory are slow. There is one more than are read ahead, since the caller still
+    # has the last piece.
     buffers = [np.empty(PIECE_BYTES, np.uint8).data for _ in range(min(len(sizes), _PIECES_AHEAD * count + 1))]
     coming: deque[Future[memoryview]] = deque()
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: 
     assert found.steps == STEPS
     assert all(one.seconds >= 0 for one in found.nodes)
     assert all(wait >= 0 for wait in found.waits)
+
+
+def test_nodes_beside_busy_cores_are_observed_as_crowded(config: RunConfig) -> None:
+    """On two cores the engine of the next step works beside the trainer. Without it both would have ended sooner."""
+    found = read_observed_run(str(config.run_dir), read_cluster("1x2xcpu"))
+    alone = found.alone(0.5)
+    kinds = {STAGE_KIND[one.node.stage] for one in found.nodes if one.crowded_s > 0}
+    assert kinds >= {"generate", "update"}
+    for one, by_itself in zip(found.nodes, alone.nodes, strict=True):
+        assert -1e-9 <= one.crowded_s <= one.seconds + 1e-9, one.node.address
+        assert by_itself.seconds == pytest.approx(one.seconds - one.crowded_s / 2)
+        assert by_itself.start_s == pytest.approx(one.start_s - one.start_crowded_s / 2)
+    assert any(refit.crowded > 0 for refit in found.refits)
+    assert all(after.work <= before.work for after, before in zip(alone.refits, found.refits, strict=True))
+    of_stage = [one for one in found.nodes if one.node.stage == "update_policy"]
+    for one, later in itertools.pairwise(sorted(of_stage, key=lambda one: one.start_s)):
+        assert one.start_crowded_s + one.crowded_s <= later.start_crowded_s + 1e-9, "the clock goes on between nodes"
 
 
 def test_a_node_is_observed_with_the_lengths_of_its_rows(config: RunConfig) -> None:

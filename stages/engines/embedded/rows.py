@@ -116,7 +116,8 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    """Blocks of the cache. The first ones may be shared with other rows."""
+    """Blocks of the cache. The first ones may be shared with other rows. The list is only appended to, or replaced by
+    another list: `table` relies on this."""
     num_cached: int = 0
     """Number of positions whose keys are in the blocks or are written by the batch under way. Between two batches the
     last token is not counted, since it is fed only to sample the next one."""
@@ -134,12 +135,13 @@ class Row:
         sampling = self.request.sampling
         self._suppressed = tuple(sorted(sampling.suppress_token_ids))
         self._suppressed_early = tuple(sorted({*self._suppressed, *self.eos_ids}))
-        self._fewest_new, self._most_new = sampling.min_new_tokens, sampling.max_new_tokens
+        self._min_new, self._max_new = sampling.min_new_tokens, sampling.max_new_tokens
         self.noise = int(row_noise(self.request.seed, self.request.step, self.request.row)[0])
         """The part of the keys of the row's noise that is the same at all positions (`sampling.position_keys`)."""
-        self._table, self._table_of = np.zeros(0, np.int32), self.blocks
-        """A copy of `_table_of`, the list that `blocks` was when `table` was last called."""
-        self._table_length = 0
+        self._table = np.zeros(0, np.int32)
+        """The first `_table_length` entries of the list `_table_of`, with room for more."""
+        self._table_of, self._table_length = self.blocks, 0
+        """`_table_of`: the list that `blocks` was when `table` was last called."""
 
     @property
     def num_new(self) -> int:
@@ -160,12 +162,12 @@ class Row:
     @property
     def num_left(self) -> int:
         """Maximum number of tokens that the row can still get."""
-        return self._most_new - len(self.logprobs)
+        return self._max_new - len(self.logprobs)
 
     def banned(self, ahead: int) -> tuple[int, ...]:
         """Return the tokens that must not be sampled at a coming position. `ahead`: 0 for the next position, 1 for the
         one after it, and so on."""
-        early = len(self.logprobs) + ahead < self._fewest_new
+        early = len(self.logprobs) + ahead < self._min_new
         return self._suppressed_early if early else self._suppressed
 
     def forced(self, ahead: int) -> int | None:
@@ -188,11 +190,11 @@ class Row:
         num_new = len(self.logprobs)
         if num_new and self.tokens[-1] in self.eos_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if num_new >= self._most_new else None
+        return FinishReason.LENGTH if num_new >= self._max_new else None
 
     def table(self, num_blocks: int) -> Int32[np.ndarray, " num_blocks"]:
-        """Return the row's first blocks. The array is kept, because a list of many blocks takes long to convert, and
-        grows by one block at a time. Do not change it."""
+        """Return the row's first blocks. Do not change the array. Only new blocks are copied into it, because
+        converting a long list in each pass is slow."""
         blocks = self.blocks
         if self._table_of is not blocks:
             self._table_of, self._table_length = blocks, 0
@@ -201,6 +203,7 @@ class Row:
         if self._table_length < len(blocks):
             self._table[self._table_length : len(blocks)] = blocks[self._table_length :]
             self._table_length = len(blocks)
+        assert num_blocks <= self._table_length, "a row is fed without blocks for its keys"
         return self._table[:num_blocks]
 
     def outcome(self) -> Completion | FloatingPointError:

@@ -46,15 +46,16 @@ def noise_keys(
 
 
 def row_noise(seed: int | np.ndarray, step: int | np.ndarray, row: int | np.ndarray) -> UInt64[np.ndarray, "*shape"]:
-    """Return the part of `noise_keys` that is the same for all positions of a row, for `position_keys`."""
+    """Return the part of `noise_keys` that is the same for all positions of a row, for `position_keys`. The arguments
+    broadcast."""
     key = np.zeros(1, np.uint64)
     for part in (seed, step, row):
         key = _splitmix(key ^ _words(part))
     return key
 
 
-def position_keys(noise: UInt64[np.ndarray, "*shape"], position: int | np.ndarray) -> UInt64[np.ndarray, "*shape"]:
-    """Return the keys of `noise_keys`. `noise`: results of `row_noise`."""
+def position_keys(noise: UInt64[np.ndarray, "*noise"], position: int | np.ndarray) -> UInt64[np.ndarray, "*shape"]:
+    """Return the keys of `noise_keys`. `noise`: results of `row_noise`. The arguments broadcast."""
     return _splitmix(noise ^ _words(position))
 
 

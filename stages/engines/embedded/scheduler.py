@@ -34,7 +34,8 @@ memory of activations."""
 @dataclass(eq=False, slots=True)
 class Chunk:
     """One row's part of a batch. It consists of `count` tokens of the row from position `start` on, and then of
-    `drafts`, the guesses of the following tokens."""
+    `drafts`, the guesses of the following tokens. It is not frozen, because frozen objects are slower to make, and
+    one is made for each row and pass."""
 
     row: Row
     start: int

@@ -29,7 +29,7 @@ from stages.engines.embedded.drafts.distillation import Head, Student, cell_inpu
 from stages.engines.embedded.drafts.drafters import Draft
 from stages.engines.embedded.kernels.protocol import DraftingKernels, Guessed, HeadWeights, Kernels
 from stages.engines.embedded.rows import DraftTree, Row
-from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
+from stages.engines.embedded.sampling import gumbel_of, position_keys, token_words
 
 _LEVEL_BOUNDS = (0.5, 1.5, 3.0)
 """Upper bounds of the confidence classes, in nats. The class of the best guess depends on its lead over the second-best
@@ -184,9 +184,8 @@ def _draft(
 
 def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:
     """Return a key for each position to draft. The sampling noise of the position is computed from its key."""
-    parts = np.array([(r.request.seed, r.request.step, r.request.row, len(r.tokens)) for r in rows], np.int64)
-    seeds, steps, numbers, positions = parts.T[:, :, None]
-    return noise_keys(seeds, steps, numbers, positions + np.arange(depth))
+    noise, lengths = np.array([r.noise for r in rows], np.uint64), np.array([len(r.tokens) for r in rows], np.int64)
+    return position_keys(noise[:, None], lengths[:, None] + np.arange(depth))
 
 
 def unroll(

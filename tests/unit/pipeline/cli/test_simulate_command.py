@@ -43,7 +43,7 @@ def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> No
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert "workers lost" in texts[0]
-    assert "drafts (ngram) are taken to gain and cost nothing" in texts[0]
+    assert "drafts (ngram) are assumed to gain and cost nothing" in texts[0]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from pipeline.plan.calibration import (
     to_yaml,
     typical,
 )
+from pipeline.plan.cores import Progress
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import DraftedPasses, Observed, ObservedRun
 from tests.support.plans import costs, nodes_by_stage, planned
@@ -65,7 +66,7 @@ def executed(
         seconds = noise * true.seconds(node, [] if node.stage == "publish" else lengths)
         nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, "one", clock))
         clock += seconds + 1.0
-    waits, refits = [0.01, 0.02, 0.09], [true.refit_s()] * steps
+    waits, refits = [0.01, 0.02, 0.09], [Progress(true.refit_s())] * steps
     return ObservedRun(name, run, nodes, waits, refits, steps, 12.0, drafted, gpu, processor)
 
 
@@ -181,11 +182,12 @@ def test_nodes_beside_busy_cores_tell_how_much_they_are_slowed() -> None:
     crowded = replace(one, nodes=nodes)
     found = calibrate([crowded], CLUSTER, "cpu")
     assert found.crowding == pytest.approx(0.2, abs=0.02)
+    always = replace(one, nodes=[replace(node, crowded_s=0.9 * node.seconds) for node in one.nodes])
+    assert calibrate([always], CLUSTER, "cpu").crowding == 0.0, "nothing tells it from slower cores"
     totals = {stage: (measured, predicted) for stage, measured, predicted, _ in compared([crowded], CLUSTER, found)}
     measured, predicted = totals["update_policy"]
     assert predicted == pytest.approx(measured, rel=0.05)
     assert measured == pytest.approx(sum(of.seconds for of in one.nodes if of.node.stage == "update_policy"), rel=0.02)
-    assert calibrate([one], CLUSTER, "cpu").crowding == 0.0
 
 
 def test_turnarounds_count_to_nodes_and_not_to_waits() -> None:

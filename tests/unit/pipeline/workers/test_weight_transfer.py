@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
@@ -413,8 +414,11 @@ def sender(tmp_path: Path, pieces: None) -> Iterator[WeightSender]:
 def test_only_who_has_the_certificate_is_answered(sender: WeightSender, tmp_path: Path) -> None:
     manifest = WeightBoard(tmp_path).manifest(VERSION)
     given: ssl.SSLContext = SECURITY.get_connection_args("worker")["ssl_context"]
-    pieces = received(sender.address(), given, manifest, 0, 60.0)
-    assert b"".join(map(bytes, pieces)) == (tmp_path / manifest.file).read_bytes()
+    arrived = bytearray()
+    for piece in received(sender.address(), given, manifest, 0, 60.0):
+        time.sleep(0.02)  # the next pieces arrive meanwhile, and must not replace this one
+        arrived += piece
+    assert arrived == (tmp_path / manifest.file).read_bytes()
     strangers = [ssl.create_default_context(), Security.temporary().get_connection_args("worker")["ssl_context"]]
     for stranger in strangers:
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE  # it asks for no certificate itself

@@ -59,13 +59,13 @@ def test_a_tree_in_a_pass() -> None:
 def test_a_table_follows_the_blocks_of_its_row() -> None:
     """Blocks are appended, and a row that was preempted gets others, as many as before."""
     row = make_row(14)
-    for blocks in ([3, 7], [3, 7, 5], [4], [6], [6, 8, 9, 1, 2, 11]):
-        if row.blocks == blocks[:-1]:
-            row.blocks.append(blocks[-1])
-        else:
-            row.blocks = blocks
-        assert row.table(len(blocks)).tolist() == blocks
-    assert row.table(2).tolist() == [6, 8]
+    for block in range(20, 30):
+        row.blocks.append(block)
+        assert row.table(len(row.blocks)).tolist() == row.blocks
+    assert row.table(3).tolist() == [3, 7, 20]
+    for blocks in ([4], [6]):
+        row.blocks = blocks
+        assert row.table(1).tolist() == blocks
 
 
 @pytest.mark.parametrize(

@@ -54,25 +54,25 @@ def thread_speedup(threads: int, share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Progress of the nodes of a host: the seconds that they would have needed on cores of their own."""
+class WorkDone:
+    """WorkDone of the nodes of a host: the seconds that they would have needed on cores of their own."""
 
     work: float = 0.0
     crowded: float = 0.0
     """The part of `work` that was done beside nodes on other cores, weighted by the share of the other cores that were
     busy."""
 
-    def __add__(self, more: Progress) -> Progress:
-        return Progress(self.work + more.work, self.crowded + more.crowded)
+    def __add__(self, more: WorkDone) -> WorkDone:
+        return WorkDone(self.work + more.work, self.crowded + more.crowded)
 
-    def __sub__(self, earlier: Progress) -> Progress:
-        return Progress(self.work - earlier.work, self.crowded - earlier.crowded)
+    def __sub__(self, earlier: WorkDone) -> WorkDone:
+        return WorkDone(self.work - earlier.work, self.crowded - earlier.crowded)
 
-    def part(self, share: float) -> Progress:
-        return Progress(self.work * share, self.crowded * share)
+    def part(self, share: float) -> WorkDone:
+        return WorkDone(self.work * share, self.crowded * share)
 
     def alone_s(self, crowding: float) -> float:
-        """Return the seconds that this progress would take alone if nodes lose the share `crowding` of their speed
+        """Return the seconds that this work would take alone if nodes lose the share `crowding` of their speed
         while all other cores work."""
         return self.work - crowding * self.crowded
 
@@ -92,7 +92,7 @@ class SharedClock:
         """Effective number of threads of each working node."""
         self._now = now
         self.crowded = 0.0
-        """See `Progress.crowded`. It is a part of `work` only if the clock has no `crowding`."""
+        """See `WorkDone.crowded`. It is a part of `work` only if the clock has no `crowding`."""
         self.work = 0.0
         """Reading of the clock at the last call of `advance` or `add`. If a node has run since the clock's start, its
         work so far would have taken this many seconds without other nodes."""
@@ -164,7 +164,7 @@ def working_threads(config: RunConfig, share: float) -> dict[str, float]:
 
 def work_at(
     boxes: Sequence[Box], threads: Mapping[str, float], cores: int, driver_s: float = 0.0
-) -> dict[float, Progress]:
+) -> dict[float, WorkDone]:
     """Return time -> progress until then of a node that has run since the beginning: the readings of a `SharedClock`
     without crowding, which runs slower while more threads work than there are cores.
 
@@ -189,8 +189,8 @@ def work_at(
         start, until = max(end, until), max(end, until) + driver_s
         changes += [(start, 1.0), (until, -1.0)]
     changes.sort(key=lambda change: (change[0], -change[1]))  # a node begins before it ends
-    clock, work_by_time = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, Progress]()
+    clock, work_by_time = SharedClock(cores, changes[0][0] if changes else 0.0), dict[float, WorkDone]()
     for time, change in changes:
         clock.add(change, time)
-        work_by_time[time] = Progress(clock.work, clock.crowded)
+        work_by_time[time] = WorkDone(clock.work, clock.crowded)
     return work_by_time

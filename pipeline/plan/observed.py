@@ -26,7 +26,7 @@ from pipeline.observe.history import History
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.timeline import Box, read_boxes
 from pipeline.plan.calibration import ENGINE_STAGES
-from pipeline.plan.cores import Progress, work_at, working_threads
+from pipeline.plan.cores import WorkDone, work_at, working_threads
 from storage.address import Address
 from storage.records import Rollout
 
@@ -50,16 +50,16 @@ class Observed:
     beside: bool = False
     """True if the node's worker ran other nodes at the same time."""
     crowded_s: float = 0.0
-    """Part of `seconds` that was done beside nodes on other cores (`Progress.crowded`)."""
+    """Part of `seconds` that was done beside nodes on other cores (`WorkDone.crowded`)."""
     start_crowded_s: float = 0.0
     """The same part of `start_s`."""
 
     def alone(self, crowding: float) -> Observed:
         """Return this node with the seconds that it would have taken alone if nodes lose the share `crowding` of their
         speed while all other cores work."""
-        seconds = Progress(self.seconds, self.crowded_s).alone_s(crowding)
+        seconds = WorkDone(self.seconds, self.crowded_s).alone_s(crowding)
         store_s = self.store_s * seconds / self.seconds if self.seconds else 0.0
-        start_s = Progress(self.start_s, self.start_crowded_s).alone_s(crowding)
+        start_s = WorkDone(self.start_s, self.start_crowded_s).alone_s(crowding)
         return replace(self, seconds=seconds, start_s=start_s, store_s=store_s, crowded_s=0.0, start_crowded_s=0.0)
 
 
@@ -82,7 +82,7 @@ class ObservedRun:
     waits: Sequence[float]
     """Seconds from the end of a node's last parent to the start of the node, one number per node. A node is left out if
     its worker was still busy when the last parent ended."""
-    refits: Sequence[Progress]
+    refits: Sequence[WorkDone]
     """Seconds of each load of new weights into an engine. No node's `seconds` include them."""
     steps: int
     """Number of steps that have ended."""
@@ -107,7 +107,7 @@ class ObservedRun:
         (`Observed.alone`)."""
         if not crowding:
             return self
-        refits = [Progress(refit.alone_s(crowding)) for refit in self.refits]
+        refits = [WorkDone(refit.alone_s(crowding)) for refit in self.refits]
         return replace(self, nodes=[node.alone(crowding) for node in self.nodes], refits=refits)
 
     @property
@@ -135,10 +135,10 @@ def observe(
     refits = _refits(boxes, nodes, history)
     threads = working_threads(run.config, share=1.0)
     work = {} if cores is None else work_at(boxes, threads, cores, driver_s)
-    observed, loads = list[Observed](), list[Progress]()
+    observed, loads = list[Observed](), list[WorkDone]()
     for box in kept:
         refit_s, wall_s = refits.get(box.address, 0.0), box.end_s - box.start_s
-        start, end = Progress(box.start_s), Progress(box.end_s)
+        start, end = WorkDone(box.start_s), WorkDone(box.end_s)
         if box.gang in threads and wall_s > 0 and work:
             start, end = work[box.start_s], work[box.end_s]
         loading = (end - start).part(min(1.0, refit_s / wall_s) if wall_s > 0 else 0.0)

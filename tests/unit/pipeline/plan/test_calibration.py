@@ -25,7 +25,7 @@ from pipeline.plan.calibration import (
     to_yaml,
     typical,
 )
-from pipeline.plan.cores import Progress
+from pipeline.plan.cores import WorkDone
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import DraftedPasses, Observed, ObservedRun
 from tests.support.plans import costs, nodes_by_stage, planned
@@ -66,7 +66,7 @@ def executed(
         seconds = noise * true.seconds(node, [] if node.stage == "publish" else lengths)
         nodes.append(Observed(node, seconds, [] if node.stage == "publish" else lengths, "one", clock))
         clock += seconds + 1.0
-    waits, refits = [0.01, 0.02, 0.09], [Progress(true.refit_s())] * steps
+    waits, refits = [0.01, 0.02, 0.09], [WorkDone(true.refit_s())] * steps
     return ObservedRun(name, run, nodes, waits, refits, steps, 12.0, drafted, gpu, processor)
 
 

@@ -76,6 +76,12 @@ def command(options: argparse.Namespace) -> int:
         print_line(f"threads of a worker divide {calibration.thread_share:.0%} of the arithmetic")
     if calibration.crowding:
         print_line(f"a node loses {calibration.crowding:.0%} of its speed while all other cores work")
+    at_peak = [
+        kind for kind in KINDS if getattr(calibration, kind).nodes and getattr(calibration, kind).efficiency == 1
+    ]
+    if at_peak:
+        kinds = ", ".join(at_peak)
+        print_line(f"at the peaks of {calibration.hardware}, or above: {kinds}. The peaks are too low for this machine")
     if calibration.extrapolated:
         names = ", ".join(calibration.extrapolated)
         print_line(

@@ -221,9 +221,7 @@ def _simulate(parser: argparse.ArgumentParser) -> None:
     _prediction(parser)
     parser.add_argument("--stragglers", metavar="SHARE:FACTOR", help="0.05:3: one node in 20 takes 3 times as long")
     parser.add_argument("--failures-per-hour", type=float, metavar="N", help="lose a random worker N times an hour")
-    parser.add_argument(
-        "--rebuild-s", type=float, default=300.0, metavar="SECONDS", help="until a lost worker is back (default 300)"
-    )
+    parser.add_argument("--rebuild-s", type=float, metavar="SECONDS", help="until a lost worker is back (default 300)")
     parser.add_argument("--timeline", metavar="FILE.png", help="draw the nodes of every worker over time")
     parser.add_argument("--trace-file", metavar="FILE.json", help="write them as a trace for ui.perfetto.dev")
 

@@ -24,10 +24,11 @@ from pipeline.cli.answers import (
     read_saved_config,
 )
 from pipeline.cli.calibrate import read_observed_run
+from pipeline.cli.check import fullest_gpu_lines
 from pipeline.cli.simulate import assumptions, calibration_of, lengths_of
 from pipeline.config.hardware import HardwareCluster, load_hardware
 from pipeline.config.loading import load_yaml, to_yaml, write_config
-from pipeline.config.memory import planned_run
+from pipeline.config.memory import planned_run, workers_memory
 from pipeline.config.preflight import check_shapes
 from pipeline.config.rules import validate
 from pipeline.config.run import RunConfig
@@ -40,6 +41,7 @@ from pipeline.plan.lengths import EmpiricalLengths, Lengths
 from pipeline.plan.search import DEVICES, Found, Objective, Plan, search
 from pipeline.plan.space import CRITIC, GENERATE, REFERENCE, STEPS, TRAIN, space_of
 
+_MOST_DEVICES = 16_384
 _TEXT = re.compile(r"(\d+)x(?!\d+x)(\S+)")
 
 
@@ -63,15 +65,20 @@ def command(options: argparse.Namespace) -> int:
     fixed = options.lengths is None and options.from_run is None
     for line in assumptions(config, calibration, fixed=fixed):
         print_line(line)
-    output_console().print(_table(result, config))
+    output_console().print(_table(result, config, options.staleness_price))
     for number, plan in enumerate(result.plans, 1):
         print_line(f"{number}: {'; '.join(_placement(plan, on_gpus))}")
-    print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline")
+    if on_gpus:
+        first = check_target(result.plans[0].config, cluster, options.devices)
+        for line in fullest_gpu_lines(first.run, workers_memory(first.run), first.hosts, first.limits):
+            print_line(f"1: {line}")
+    priced = "; in brackets with the price of staleness" if options.staleness_price else ""
+    print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline{priced}")
     print_line("limited by latency: by the chain of weights, responses, update and new weights")
     of = ((n, config.steps * plan.played.mean_s * plan.devices / 3600) for n, plan in enumerate(result.plans, 1))
     print_line(f"device-hours of {config.steps:,} steps: {', '.join(f'plan {n} {hours:,.3g}' for n, hours in of)}")
     if options.samples is not None:
-        steps = options.samples / config.rollout.rows
+        steps = math.ceil(options.samples / config.rollout.rows)
         times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(result.plans, 1))
         print_line(f"time to {options.samples:,} samples, with the price of staleness: {times}")
     for line in _verdict(result, objective):
@@ -139,6 +146,8 @@ def devices_of(text: str, nodes_of: int | None) -> tuple[str, HardwareCluster, i
     if match is None or int(match[1]) < 1:
         raise ConfigError(DEVICES, f"given {text!r}; must be DEVICESxHARDWARE, as in 64xH100-80 or 2xcpu (2 cores)")
     devices, hardware = int(match[1]), load_hardware(match[2], DEVICES)
+    if devices > _MOST_DEVICES:
+        raise ConfigError(DEVICES, f"given {text!r}; at most {_MOST_DEVICES:,} devices")
     most = hardware.gpus_per_node or hardware.cores
     if devices > most and not hardware.gpus_per_node:
         raise ConfigError(DEVICES, f"given {text!r}; plans without GPUs are for one node: at most {most} cores")
@@ -169,8 +178,9 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
     return refuse
 
 
-def _table(result: Found, config: RunConfig) -> Table:
-    """Return a table of the plans. The best plan comes first."""
+def _table(result: Found, config: RunConfig, staleness_price: float) -> Table:
+    """Return a table of the plans. The best plan comes first. If staleness has a price, the column `s/step` also has
+    the seconds with this price, by which plans are compared."""
     table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
         table.add_column(heading, no_wrap=True)
@@ -181,12 +191,17 @@ def _table(result: Found, config: RunConfig) -> Table:
             plan.form,
             str(plan.config.staleness),
             str(plan.devices),
-            f"{plan.played.mean_s:.3g}",
+            f"{plan.played.mean_s:.3g}" + (f" ({_priced_s(plan, staleness_price):.3g})" if staleness_price else ""),
             f"{per_hour:,.0f}",
             plan.limit,
         )
         table.add_row(*map(plain_text, row))
     return table
+
+
+def _priced_s(plan: Plan, staleness_price: float) -> float:
+    """Return the seconds of a step with the price of the staleness that its rows have on average."""
+    return Objective(staleness_price=staleness_price).value(plan.played.mean_s, plan.devices, plan.mean_staleness)
 
 
 def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
@@ -231,8 +246,7 @@ def _verdict(result: Found, objective: Objective) -> Iterator[str]:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s
         eta = asynchronous.config.staleness
         yield f"synchronous: {slow:.3g} s a step; asynchronous: {fast:.3g} s with staleness {eta}"
-        rows = asynchronous.played.staleness
-        age = sum(age * count for age, count in rows.items()) / sum(rows.values())
+        age = asynchronous.mean_staleness
         # without the price of staleness, of which the line below says where it is too high
         ratio = objective.value(slow, synchronous.devices, 0) / objective.value(fast, asynchronous.devices, 0)
         if ratio <= 1:

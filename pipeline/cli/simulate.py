@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +31,10 @@ from pipeline.plan.lengths import FixedLengths, Lengths, parse_lengths
 from pipeline.plan.scenario import journal_events, scenario_of, trace_events
 from pipeline.plan.simulate import Execution, Failures, Played, Stragglers, play
 
+_MOST_SLOWER = 1000
+"""Maximum number of times as long that a straggler may take."""
+_REBUILD_S = 300.0
+"""Seconds until a lost worker is back, if `--rebuild-s` is not given."""
 _MOST_DRAWN = 20_000
 """Maximum number of executions of nodes in a timeline or a trace. Later executions are left out."""
 
@@ -54,7 +57,7 @@ def command(options: argparse.Namespace) -> int:
     print_line(f"{options.hardware}: {cluster.hardware.description}; speeds: {calibration.description}")
     for line in assumptions(config, calibration, fixed=options.lengths is None):
         print_line(line)
-    output_console().print(_table(played, config))
+    output_console().print(_table(played, config, counts_failures=failures is not None))
     for line in fullest_gpu_lines(checked.run, workers_memory(checked.run), checked.hosts, checked.limits):
         print_line(line)
     _write(options, config, played, drawn)
@@ -111,20 +114,26 @@ def _stragglers(text: str | None) -> Stragglers | None:
         stragglers = Stragglers(float(share), float(factor))
     except ValueError:
         stragglers = Stragglers(-1.0, 0.0)
-    if not (0 < stragglers.share <= 1 < stragglers.factor < math.inf):
-        need = "must be SHARE:FACTOR, as in 0.05:3: a share of the nodes up to 1, and how much longer they take"
+    if not (0 < stragglers.share <= 1 < stragglers.factor <= _MOST_SLOWER):
+        need = "must be SHARE:FACTOR, as in 0.05:3: a share of the nodes up to 1, and how many times as long they take"
+        need += f" (up to {_MOST_SLOWER:,})"
         raise ConfigError("--stragglers", f"given {text!r}; {need}")
     return stragglers
 
 
 def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None:
     if options.failures_per_hour is None:
+        if options.rebuild_s is not None:
+            raise ConfigError(
+                "--rebuild-s", f"given {options.rebuild_s:g}; without --failures-per-hour no worker is lost"
+            )
         return None
-    limits = (("--failures-per-hour", options.failures_per_hour, 10_000), ("--rebuild-s", options.rebuild_s, 86_400))
+    rebuild_s = _REBUILD_S if options.rebuild_s is None else options.rebuild_s
+    limits = (("--failures-per-hour", options.failures_per_hour, 10_000), ("--rebuild-s", rebuild_s, 86_400))
     for key, number, most in limits:
         if not 0 < number <= most:
             raise ConfigError(key, f"given {number:g}; must be above 0, and at most {most}")
-    return Failures(options.failures_per_hour, options.rebuild_s, config.checkpoint.every)
+    return Failures(options.failures_per_hour, rebuild_s, config.checkpoint.every)
 
 
 def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn: Sequence[Execution]) -> None:
@@ -140,17 +149,17 @@ def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn
         print_line(f"trace: {options.trace_file} (for ui.perfetto.dev)")
 
 
-def _table(played: Played, config: RunConfig) -> Table:
+def _table(played: Played, config: RunConfig, *, counts_failures: bool) -> Table:
     """Return the table of a simulation's results."""
     table = Table(title="Simulated run", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column()
-    for label, value in _rows(played, config):
+    for label, value in _rows(played, config, counts_failures=counts_failures):
         table.add_row(plain_text(label), plain_text(value))
     return table
 
 
-def _rows(played: Played, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _rows(played: Played, config: RunConfig, *, counts_failures: bool) -> Iterator[tuple[str, str]]:
     samples = config.rollout.rows / played.mean_s if played.mean_s > 0 else 0.0
     first, *later = played.step_s
     yield "step time", f"{_seconds(played.mean_s)} (wall time / steps)"
@@ -167,7 +176,7 @@ def _rows(played: Played, config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "sum over nodes", f"{by_stage} (nodes that ran side by side all count)"
     rows = sum(played.staleness.values())
     yield "staleness", ", ".join(f"{age}: {count / rows:.0%}" for age, count in played.staleness.items())
-    if played.failures:
+    if counts_failures:
         yield "failures", f"{played.failures} workers lost; {played.replayed_s:.3g} s of updates repeated"
 
 

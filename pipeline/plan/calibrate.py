@@ -183,10 +183,17 @@ def _error(speeds: Mapping[str, Any], kinds: Sequence[str]) -> float:
 def _check(runs: Sequence[ObservedRun], cluster: HardwareCluster, hardware: str) -> None:
     """Raise ConfigError if a run has fewer than `FEWEST_STEPS` finished steps. Also raise it if a run was on other
     hardware than `hardware` or than the first run of `runs`."""
+    names = [one.name for one in runs]
     for one in runs:
+        if names.count(one.name) > 1:
+            raise ConfigError(
+                one.name, f"given {names.count(one.name)} times; its nodes would count as often: give it once"
+            )
         if one.steps < FEWEST_STEPS:
             need = f"has {one.steps} finished steps; a calibration needs {FEWEST_STEPS} or more"
             raise ConfigError(one.name, need)
+        if not one.nodes:
+            raise ConfigError(one.name, "its journal has no node that ended: calibrate from a run with its journal")
         if bool(one.gpu) != (cluster.gpus > 0):
             ran, has = one.gpu or "CPUs", "GPUs" if cluster.gpus else "none"
             raise ConfigError(one.name, f"ran on {ran}, and {hardware} has {has}: give the hardware that it ran on")

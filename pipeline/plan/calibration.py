@@ -210,14 +210,26 @@ def load_calibration(file: str | Path) -> Calibration:
     """Return the calibration in a YAML file. Raises ConfigError if the file is missing or a value is not allowed."""
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(
-            CALIBRATION, f"given {str(file)!r}; no such file (`stageline calibrate RUN --write` makes one)"
-        )
-    calibration: Calibration = load_file(Calibration, path)
+        is_what = "it is a directory" if path.is_dir() else "no such file"
+        raise ConfigError(CALIBRATION, f"given {str(file)!r}; {is_what} (`stageline calibrate RUN --write` makes one)")
+    try:
+        calibration: Calibration = load_file(Calibration, path)
+        _check(calibration)
+    except ConfigError as error:
+        if any(one.key == "gpus_per_node" for one in error.errors):
+            need = "it describes hardware (--hardware), and is no calibration"
+            raise ConfigError(CALIBRATION, f"given {str(file)!r}; {need}") from error
+        within = [ConfigError(f"{CALIBRATION} {file}: {one.key}", one.message) for one in error.errors]
+        raise join_errors(within) from error
     lacks = [kind for kind in KINDS if kind not in OmegaConf.load(path)]
     if lacks:
         need = f"lacks {', '.join(lacks)}: it was cut short (`stageline calibrate RUN --write` makes a whole one)"
         raise ConfigError(CALIBRATION, f"given {str(file)!r}; it {need}")
+    return calibration
+
+
+def _check(calibration: Calibration) -> None:
+    """Raise ConfigError if a value is not allowed, or two values contradict one another."""
     problems = [*setting_problems(calibration)]
     most = 1 + calibration.drafts_per_pass
     if calibration.tokens_per_pass > most:
@@ -230,7 +242,6 @@ def load_calibration(file: str | Path) -> Calibration:
             problems.append(Problem(f"{kind}.store_s", speed.store_s, need))
     if problems:
         raise join_errors([refusal(problem) for problem in problems])
-    return calibration
 
 
 def to_yaml(calibration: Calibration) -> str:

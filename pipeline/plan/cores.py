@@ -55,7 +55,7 @@ def thread_speedup(threads: int, share: float) -> float:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """WorkDone of the nodes of a host: the seconds that they would have needed on cores of their own."""
+    """Work of the nodes of a host, in the seconds that they would have needed on cores of their own."""
 
     work: float = 0.0
     crowded: float = 0.0

@@ -7,7 +7,8 @@
 An execution has a start, an end and a worker. Where workers share cores, the seconds of a node are the seconds that it
 would have taken on cores of its own (`cores`).
 
-The first node of each stage on a worker is left out: it compiles, allocates and fills caches. If there were several
+The first node of each stage on a worker is left out: it compiles, allocates and fills caches. The last publication is
+left out, too, since it also writes the export of the run. If there were several
 attempts at a node (for example, after the loss of a worker), only the last attempt is used.
 """
 
@@ -131,7 +132,8 @@ def observe(
     last = {box.address: box for box in boxes}  # of several attempts the last one was committed
     nodes = {node.address: node for node in run_nodes(history.spec)}
     lengths, prompts = _rows(history, [node for node in nodes.values() if node.address in last])
-    kept, crowded = _warm(boxes, last, nodes), _beside(boxes)
+    exported = Address("publish", history.spec.steps)
+    kept, crowded = [box for box in _warm(boxes, last, nodes) if box.address != exported], _beside(boxes)
     refits = _refits(boxes, nodes, history)
     threads = working_threads(run.config, share=1.0)
     work = {} if cores is None else work_at(boxes, threads, cores, driver_s)

@@ -18,6 +18,10 @@ So the result is the best plan of the space under three conditions (`Found.exact
 bound was estimated from a sample of the shards. The search ended because no remaining bound was below the best time
 found.
 
+A search on several nodes, or on many cores, is followed by searches on half as many, a quarter, and so on. On one node
+a gang may have any number of devices, and with fewer combinations none is left out. So more devices never make a plan
+worse than half as many.
+
 Response lengths are drawn once and used in every step of every plan, so no plan is better because of luckier draws. No
 I/O, no clock.
 """
@@ -27,8 +31,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from pipeline.config.hardware import GIB
 from pipeline.config.run import RunConfig
@@ -75,6 +81,18 @@ class Plan:
     """Value of the objective. Less is better."""
 
     @property
+    def rank(self) -> tuple[float, int, int]:
+        """Sort key: the best plan first. Of equally good plans, the one with fewer devices, and then with less
+        staleness, is better."""
+        return float(f"{self.value:.6g}"), self.devices, self.config.staleness
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness of the rows."""
+        rows = self.played.staleness
+        return sum(age * count for age, count in rows.items()) / sum(rows.values())
+
+    @property
     def limit(self) -> str:
         """Name of the largest bound, which limits the step time."""
         return max(self.bounds, key=lambda name: self.bounds[name])
@@ -101,7 +119,8 @@ class Found:
     considered and simulated."""
 
     plans: Sequence[Plan]
-    """The best plan of each form (`Form`) and staleness bound. The best plan of all comes first."""
+    """The best plan of each form (`Form`) and staleness bound. The best plan of all comes first. A plan is left out if
+    a better one of its form is asynchronous, too, and has a lower bound."""
     considered: int
     """Number of combinations that fit in the memory of the devices."""
     simulated: int
@@ -152,6 +171,17 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
     Raises:
         ConfigError: no combination fits on the devices.
     """
+    fitting, exact, nothing = _combinations(space, watch, lambda option: True)
+    if not fitting:
+        raise ConfigError(DEVICES, _fits_nowhere(space, nothing, watch))
+    return fitting, exact
+
+
+def _combinations(
+    space: Space, watch: Callable[[str], None], keeps: Callable[[Option], bool]
+) -> tuple[list[Combination], bool, set[str]]:
+    """Return the result of `combinations`, for the options of gangs for which `keeps` returns True, and the names of
+    the gangs that fit in no form."""
     fitting: list[Combination] = []
     known, counts = Options(space), counts_of(space)
     exact, nothing = True, set[str]()
@@ -161,7 +191,7 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
         trainers = [[option for n in counts for option in known.trainer(form, g, shards, n)] for g in form.gangs]
         nothing |= {name for name, of_gang in zip(form.gangs, trainers, strict=True) if not of_gang}
         nothing |= set() if engines else {GENERATE}
-        every = [engines, *trainers]
+        every = [[option for option in of_gang if keeps(option)] for of_gang in (engines, *trainers)]
         exact &= not space.sampled(shards)
         if math.prod(map(len, every)) > _MOST_COMBINATIONS:
             every, exact = [_least_work(options) for options in every], False
@@ -176,9 +206,7 @@ def combinations(space: Space, watch: Callable[[str], None] = lambda text: None)
             for staleness in space.staleness:
                 bounds = _bounds(space, form, options, scoring, staleness)
                 fitting.append(Combination(form, options, shards, staleness, used, bounds))
-    if not fitting:
-        raise ConfigError(DEVICES, _fits_nowhere(space, nothing))
-    return fitting, exact
+    return fitting, exact, nothing
 
 
 def _least_work(options: Sequence[Option]) -> list[Option]:
@@ -211,31 +239,48 @@ def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option
     return work | {"latency": chain / (staleness + 1)}
 
 
-def _fits_nowhere(space: Space, nothing: set[str]) -> str:
-    """Return a text that says why no combination fits. This function also tries up to 64 times as many GPUs. If the run
-    fits on more GPUs, the text names a number of GPUs that would be enough."""
+def _fits_nowhere(space: Space, nothing: set[str], watch: Callable[[str], None]) -> str:
+    """Return a text that says why no combination fits. If the run fits on up to 64 times as many GPUs, the text names
+    the smallest such number."""
     given = f"no settings of {', '.join(sorted(nothing))} fit" if nothing else "the gangs together do not fit"
     if not space.run.on_gpus:
         return f"{given} on {space.devices} cores: more cores"
     there = f"{space.devices} GPUs ({space.device_bytes / GIB:.1f} GiB each)"
     whole = space.cluster.hardware.gpus_per_node
-    for devices in (space.devices * factor for factor in (2, 4, 8, 16, 32, 64)):
-        cluster = replace(space.cluster, nodes=max(1, devices // whole), gpus_per_node=min(devices, whole))
-        larger = replace(space, devices=cluster.gpus, cluster=cluster)
-        counts, known = counts_of(larger), Options(larger)
-        for form in forms(space.base):
-            needed = {GENERATE: next((n for n in counts if known.engine(form, space.shards[0], n)), 0)}
-            for gang in form.gangs:
-                needed[gang] = next((n for n in counts if known.trainer(form, gang, space.shards[0], n)), 0)
-            total = max(needed.values()) if form.shares_devices else sum(needed.values())
-            if all(needed.values()) and total <= larger.devices:
-                listed = ", ".join(f"{gang} {n}" for gang, n in needed.items())
-                return f"{given} on {there}; it would fit on {total}, with the gangs {form.name} ({listed})"
-    dtype = "model.dtype=bfloat16, " * (space.base.model.dtype != "bfloat16")
-    return (
-        f"{given} on {there}, nor on {larger.devices} of them: devices with more memory, smaller "
-        f"model.*.micro_batch_tokens, {dtype}LoRA or more model.frozen_blocks"
-    )
+    sizes = [n for n in range(space.devices + 1, 64 * space.devices + 1) if n < whole or n % whole == 0]
+    sizes = sizes or [whole]
+
+    @cache
+    def fitting(devices: int) -> str | None:
+        watch(f"{given}; trying {devices} GPUs")
+        nodes, per_node = max(1, devices // whole), min(devices, whole)
+        larger = replace(space, devices=devices, cluster=replace(space.cluster, nodes=nodes, gpus_per_node=per_node))
+        return _smallest_fit(larger)
+
+    last = next((2**power - 1 for power in range(len(sizes).bit_length()) if fitting(sizes[2**power - 1])), None)
+    if last is None:
+        last = len(sizes) - 1
+        if not fitting(sizes[last]):
+            dtype = "model.dtype=bfloat16, " * (space.base.model.dtype != "bfloat16")
+            return (
+                f"{given} on {there}, nor on {sizes[-1]} of them: devices with more memory, smaller "
+                f"model.*.micro_batch_tokens, {dtype}LoRA or more model.frozen_blocks"
+            )
+    first = bisect_left(sizes, True, (last + 1) // 2, last, key=lambda devices: fitting(devices) is not None)
+    return f"{given} on {there}; it would fit on {sizes[first]}, with the gangs {fitting(sizes[first])}"
+
+
+def _smallest_fit(space: Space) -> str | None:
+    """Return the first form whose gangs fit on the devices of a space, with the fewest devices of each gang, as text.
+    Return None if no form fits."""
+    counts, known = counts_of(space), Options(space)
+    for form in forms(space.base):
+        needed = {GENERATE: next((n for n in counts if known.engine(form, space.shards[0], n)), 0)}
+        for gang in form.gangs:
+            needed[gang] = next((n for n in counts if known.trainer(form, gang, space.shards[0], n)), 0)
+        if all(needed.values()) and space.used_devices(form, [*needed.values()]) is not None:
+            return f"{form.name} ({', '.join(f'{gang} {n}' for gang, n in needed.items())})"
+    return None
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -264,10 +309,10 @@ def search(
     Raises:
         ConfigError: no combination fits, or `refuse` refused every plan that it was asked about.
     """
-    every, exact = combinations(space, watch)
     plans: list[Plan] = []
     refused: dict[str, int] = {}
     plays = itertools.count(1)
+    considered, exact = 0, True
 
     def accepts(plan: Plan) -> bool:
         reason = refuse(plan.config)
@@ -277,23 +322,58 @@ def search(
 
     def play_one(one: Combination) -> Plan:
         best = f", the best takes {min(plan.played.mean_s for plan in plans):.3g} s a step" if plans else ""
-        watch(f"{len(every)} combinations fit; simulating number {next(plays)}{best}")
-        return played_plan(space, objective, one)
+        watch(f"{considered} combinations fit; simulating number {next(plays)}{best}")
+        return played_plan(part, objective, one)
 
-    simulated = 0
-    for asynchronous in (False, True):
-        of_kind = [one for one in every if bool(one.staleness) == asynchronous]
-        judged, played, ended = _search(objective, play_one, accepts, of_kind, most)
-        plans += judged
-        simulated += played
-        exact &= ended
+    simulated, nothing = 0, set[str]()
+    for part in (space, *_smaller_spaces(space)):
+        known = [math.inf] * 2
+        if part is not space:
+            known = [
+                min((p.value for p in plans if bool(p.config.staleness) == kind), default=math.inf) for kind in (0, 1)
+            ]
+        worst = max(known)
+
+        def may_be_better(option: Option, worst: float = worst) -> bool:
+            return objective.value(option.busy_s, option.devices, 0.0) < worst
+
+        every, is_exact, fit_nowhere = _combinations(part, watch, may_be_better)
+        nothing |= fit_nowhere if part is space else set()
+        considered += len(every)
+        exact &= is_exact
+        for asynchronous in (False, True):
+            of_kind = [one for one in every if bool(one.staleness) == asynchronous]
+            judged, played, ended = _search(objective, play_one, accepts, of_kind, most, known[asynchronous])
+            plans += judged
+            simulated += played
+            exact &= ended
+    if not plans and not considered:
+        raise ConfigError(DEVICES, _fits_nowhere(space, nothing, watch))
     if not plans:
         raise ConfigError(DEVICES, f"every plan for {space.devices} devices would be refused: {_commonest(refused)}")
-    plans.sort(key=lambda plan: (plan.value, plan.devices))
+    plans.sort(key=lambda plan: plan.rank)
     best_of: dict[tuple[str, int], Plan] = {}
+    least: dict[str, int] = {}
     for plan in plans:
-        best_of.setdefault((plan.form, plan.config.staleness), plan)
-    return Found(list(best_of.values()), len(every), simulated, exact, refused)
+        staleness = plan.config.staleness
+        if staleness <= least.get(plan.form, staleness):  # else a better plan of this form has less staleness
+            best_of.setdefault((plan.form, staleness), plan)
+        if staleness:
+            least[plan.form] = min(staleness, least.get(plan.form, staleness))
+    return Found(list(best_of.values()), considered, simulated, exact, refused)
+
+
+def _smaller_spaces(space: Space) -> Iterator[Space]:
+    """Yield the space with half as many nodes, a quarter, and so on; without GPUs, with half as many cores, and so on,
+    as long as not every number of threads is in the space (`counts_of`)."""
+    if space.cores is None:
+        nodes = space.cluster.nodes
+        while (nodes := nodes // 2) > 0:
+            cluster = replace(space.cluster, nodes=nodes)
+            yield replace(space, devices=cluster.gpus, cluster=cluster)
+    devices = 0 if space.cores is None else space.devices
+    while devices > 8 and (devices := devices // 2):
+        yield replace(space, devices=devices, cluster=replace(space.cluster, some_cores=devices))
 
 
 def _commonest(refused: Mapping[str, int]) -> str:
@@ -311,6 +391,7 @@ def _search(
     accepts: Callable[[Plan], bool],
     every: Sequence[Combination],
     most: int,
+    known: float = math.inf,
 ) -> tuple[list[Plan], int, bool]:
     """Simulate combinations in two phases, those with the lowest lower bound of the objective first. Return the
     accepted plans, the number of simulations, and a flag. The flag is True if no other combination can be better than
@@ -325,12 +406,14 @@ def _search(
             the best so far for their form and staleness bound.
         most: maximum number of simulations in the first phase. Both phases together make at most 2 x `most`
             simulations.
+        known: value of the best plan of another space. If it is given, there is no second phase, and only combinations
+            that may be better are simulated.
     """
     waiting = [
         (objective.value(one.bound_s, one.devices, 0.0), one.devices, number, one) for number, one in enumerate(every)
     ]
     plans: list[Plan] = []
-    best, played = math.inf, 0
+    best, played = known, 0
     best_of: dict[tuple[str, int], float] = {}
 
     def judge(one: Combination) -> None:
@@ -347,7 +430,9 @@ def _search(
     while waiting and waiting[0][0] < best and played < most:
         judge(heapq.heappop(waiting)[-1])
     exact = not waiting or waiting[0][0] >= best
-    while waiting and played < 2 * most:  # for comparison: a plan for each form and staleness bound that has none yet
+    while (
+        waiting and played < 2 * most and known == math.inf
+    ):  # for comparison: a plan for each form and staleness bound that has none yet
         one = heapq.heappop(waiting)[-1]
         if (one.form.name, one.staleness) not in best_of:
             judge(one)
@@ -360,10 +445,8 @@ def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
     config = assembled(space, one.form, chosen, one.shards, one.staleness)
     costs = costs_of(replace(space.run, config=config), space.cluster, space.calibration)
     played = play(scenario_to_plan(costs, space.lengths))
-    rows = sum(played.staleness.values())
-    age = sum(age * count for age, count in played.staleness.items()) / rows
-    value = objective.value(played.mean_s, one.devices, age)
-    return Plan(one.form.name, config, one.devices, one.bounds, played, value)
+    plan = Plan(one.form.name, config, one.devices, one.bounds, played, math.nan)
+    return replace(plan, value=objective.value(played.mean_s, one.devices, plan.mean_staleness))
 
 
 def scenario_to_plan(costs: Costs, lengths: Lengths) -> Scenario:

@@ -34,7 +34,8 @@ def test_all_nodes_but_the_first_of_each_stage_on_a_worker_are_observed(config: 
     seen = {one.node.address for one in found.nodes}
     for stage in STAGE_KIND:
         of_stage = {address for address in every if address.stage == stage}
-        assert len(of_stage & seen) == max(0, len(of_stage) - 1), stage
+        left_out = 2 if stage == "publish" else 1  # the last publication also writes the export
+        assert len(of_stage & seen) == max(0, len(of_stage) - left_out), stage
     assert found.steps == STEPS
     assert all(one.seconds >= 0 for one in found.nodes)
     assert all(wait >= 0 for wait in found.waits)

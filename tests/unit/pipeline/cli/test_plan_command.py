@@ -30,11 +30,11 @@ def test_the_written_plan_is_a_config_that_is_accepted(tmp_path: Path, capsys: p
 def test_a_plan_for_several_nodes_has_a_job(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     given = ["rollout.rows=64", "rollout.shards=4", "ppo.minibatches=1"]
-    assert main(["plan", *CONFIG, *given, "--devices", "4xH100-80", "--nodes-of", "2", "--write", str(file)]) == 0
+    assert main(["plan", *CONFIG, *given, "--devices", "4xH100-80", "--nodes-of", "1", "--write", str(file)]) == 0
     config = load_config([str(file)], [])
     assert config.cluster.kind == "attached"
-    assert sum(gang.nodes or 0 for gang in config.slurm.gangs.values()) <= 2
-    assert main(["check", str(file), "--as", "2x2xH100-80"]) == 0
+    assert 2 <= sum(gang.nodes or 0 for gang in config.slurm.gangs.values()) <= 4
+    assert main(["check", str(file), "--as", "4x1xH100-80"]) == 0
 
 
 def test_the_example_of_a_node_with_an_engine_that_takes_no_turns_has_a_plan(tmp_path: Path) -> None:
@@ -50,7 +50,8 @@ def test_the_time_to_a_number_of_samples_counts_the_price_of_staleness(capsys: p
     out = capsys.readouterr().out
     assert "time to 1,600 samples" in out
     first = next(line for line in out.splitlines() if line.startswith("1 "))
-    assert first.split()[-5] == "0", "staleness of the best plan"
+    assert first.split()[-6] == "0", "staleness of the best plan"
+    assert "(" in first.split()[-3], "the seconds with the price"
 
 
 @pytest.mark.parametrize("devices", ["2xcpu", "8xH100-80"])

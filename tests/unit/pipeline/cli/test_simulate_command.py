@@ -55,6 +55,8 @@ def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> No
         (["--hardware", "1xcpu", "--stragglers", "0.1:inf"], "--stragglers"),
         (["--hardware", "1xcpu", "--calibration", str(TINY)], "tiny.yaml"),
         (["--hardware", "1xcpu", "--failures-per-hour", "0"], "--failures-per-hour"),
+        (["--hardware", "1xcpu", "--rebuild-s", "10"], "--rebuild-s"),
+        (["--hardware", "1xcpu", "--stragglers", "0.1:1e300"], "--stragglers"),
         (["--hardware", "1xcpu", "--failures-per-hour", "1", "--rebuild-s", "-1"], "--rebuild-s"),
         (["--hardware", "1xcpu", "--lengths", "fixed:9"], "sampling.max_new_tokens"),
         (["--hardware", "1xcpu", "--trace-file", "trace.txt"], "--trace-file"),

@@ -28,6 +28,7 @@ from pipeline.plan.calibration import (
 from pipeline.plan.cores import WorkDone
 from pipeline.plan.cost import costs_of
 from pipeline.plan.observed import DraftedPasses, Observed, ObservedRun
+from tests.support.paths import ROOT
 from tests.support.plans import costs, nodes_by_stage, planned
 
 CLUSTER = read_cluster("1xcpu")
@@ -214,9 +215,17 @@ def test_what_equal_nodes_cannot_tell_is_named() -> None:
     [
         [executed("short", scatter=0.0, steps=FEWEST_STEPS - 1)],
         [executed("here", scatter=0.0), executed("there", scatter=0.0, processor="avx512f")],
+        [executed("twice", scatter=0.0), executed("twice", scatter=0.0)],
+        [replace(executed("no journal", scatter=0.0), nodes=[])],
         [executed("gpus", scatter=0.0, gpu="NVIDIA H100 80GB HBM3")],
     ],
-    ids=["a run that is too short", "runs on two machines", "a run on GPUs for a node without"],
+    ids=[
+        "a run that is too short",
+        "runs on two machines",
+        "a run given twice",
+        "a run without nodes",
+        "a run on GPUs for a node without",
+    ],
 )
 def test_runs_that_cannot_be_used_are_refused(given: Sequence[ObservedRun]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -248,7 +257,14 @@ def test_a_file_with_a_wrong_number_is_refused(tmp_path: Path, changed: str) -> 
     file.write_text(f"description: x\nhardware: cpu\n{kinds}")
     with pytest.raises(ConfigError) as caught:
         load_calibration(file)
-    assert caught.value.key == f"generate.{changed.partition(':')[0]}"
+    assert caught.value.key == f"--calibration {file}: generate.{changed.partition(':')[0]}"
+
+
+def test_another_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it describes hardware"):
+        load_calibration(ROOT / "conf/hardware/cpu.yaml")
+    with pytest.raises(ConfigError, match="it is a directory"):
+        load_calibration(tmp_path)
 
 
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -158,10 +159,40 @@ def test_refused_plans_are_left_out_with_their_reason() -> None:
         search(given, Objective(), lambda config: "often" if (n := next(numbers)) in (1, 3) else f"never {n}")
 
 
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("per_device", [False, True])
+def test_more_nodes_are_no_worse_than_one(per_device: bool) -> None:
+    """A small run: one node is enough. On several a gang has whole nodes, so what fits on a part of one is found by the
+    search on one node."""
+    objective, values = Objective(per_device), []
+    for nodes in (1, 2, 4):
+        values.append(search(space(8 * nodes), objective, lambda config: None, most=5).plans[0].value)
+    assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_of_equal_plans_the_one_with_less_staleness_comes_first() -> None:
+    plans = search(random_space(random.Random(3), 2), Objective(), lambda config: None).plans
+    assert {plan.config.staleness for plan in plans} == {0, 1}
+    equal = [replace(plan, value=1.0 + 1e-9 * plan.config.staleness, devices=2) for plan in plans]
+    first, last = min(equal, key=lambda plan: plan.rank), max(equal, key=lambda plan: plan.rank)
+    assert (first.config.staleness, last.config.staleness) == (0, 1)
+    assert min([*equal, replace(last, value=0.9)], key=lambda plan: plan.rank).value == 0.9
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_hold_it() -> None:
     given = space(2, "model.path=conf/model/llama-3.1-70b", "model.dtype=bfloat16", "engine.dtype=bfloat16")
     with pytest.raises(ConfigError) as refusal:
         search(replace(given, shards=given.shards[:1]), Objective(), lambda config: None)
     assert refusal.value.key == "--devices"
     assert "train" in str(refusal.value)
-    assert "it would fit on" in str(refusal.value)
+    (least,) = map(int, re.findall(r"it would fit on (\d+), with", str(refusal.value)))
+    assert least % 8 == 0
+    for devices, fits in ((least - 8, False), (least, True)):
+        cluster = replace(given.cluster, nodes=devices // 8, gpus_per_node=8)
+        larger = replace(given, devices=devices, cluster=cluster, shards=given.shards[:1])
+        if fits:
+            assert combinations(larger)[0]
+        else:
+            with pytest.raises(ConfigError):
+                combinations(larger)

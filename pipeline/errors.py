@@ -43,10 +43,8 @@ class OtherProgramsConfig(ConfigError):
 
 
 def refusal(problem: Problem) -> ConfigError:
-    """Return the error that reports a problem. Secrets in the given value are redacted; a number is none."""
-    given = problem.given
-    if not isinstance(given, int | float):
-        [given] = redacted({problem.key: given}).values()
+    """Return the error that reports a problem. Secrets in the given value are redacted."""
+    [given] = redacted({problem.key: problem.given}).values()
     return ConfigError(problem.key, f"given {value_text(given)}; {problem.need}")
 
 

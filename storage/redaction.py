@@ -43,10 +43,11 @@ _SHAPES = re.compile(r"\b(?:sk-|hf_|gh[opsu]_|glpat-|xox[abp]-|AKIA)[A-Za-z0-9_-
 
 def is_secret(name: str) -> bool:
     """Return True if a setting of this name holds a secret: `api_key`, `x-api-key`, `apiKey`, `body.token`. Return
-    False for related names that hold none (`key_env`, `max_tokens`, `token_ids`, `pad_token`)."""
+    False for related names that hold none (`key_env`, `max_tokens`, `token_ids`, `pad_token`, `tokens_per_pass`)."""
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     last = words[-1] if words else ""
-    return (last in _NAMES or last.endswith(_ENDINGS)) and words != ["pad", "token"]
+    is_other = words == ["pad", "token"] or words[-2:] == ["per", "pass"]
+    return (last in _NAMES or last.endswith(_ENDINGS)) and not is_other
 
 
 def redacted(content: Any) -> Any:

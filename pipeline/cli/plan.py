@@ -201,7 +201,9 @@ def _table(result: Found, config: RunConfig, staleness_price: float) -> Table:
 
 def _priced_s(plan: Plan, staleness_price: float) -> float:
     """Return the seconds of a step with the price of the staleness that its rows have on average."""
-    return Objective(staleness_price=staleness_price).value(plan.played.mean_s, plan.devices, plan.mean_staleness)
+    return Objective(staleness_price=staleness_price).value(
+        plan.played.mean_s, plan.devices, plan.played.mean_staleness
+    )
 
 
 def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
@@ -246,7 +248,7 @@ def _verdict(result: Found, objective: Objective) -> Iterator[str]:
         slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s
         eta = asynchronous.config.staleness
         yield f"synchronous: {slow:.3g} s a step; asynchronous: {fast:.3g} s with staleness {eta}"
-        age = asynchronous.mean_staleness
+        age = asynchronous.played.mean_staleness
         # without the price of staleness, of which the line below says where it is too high
         ratio = objective.value(slow, synchronous.devices, 0) / objective.value(fast, asynchronous.devices, 0)
         if ratio <= 1:

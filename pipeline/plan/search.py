@@ -34,7 +34,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 from pipeline.config.hardware import GIB
 from pipeline.config.run import RunConfig
@@ -85,12 +85,6 @@ class Plan:
         """Sort key: the best plan first. Of equally good plans, the one with fewer devices, and then with less
         staleness, is better."""
         return float(f"{self.value:.6g}"), self.devices, self.config.staleness
-
-    @property
-    def mean_staleness(self) -> float:
-        """Mean staleness of the rows."""
-        rows = self.played.staleness
-        return sum(age * count for age, count in rows.items()) / sum(rows.values())
 
     @property
     def limit(self) -> str:
@@ -327,17 +321,11 @@ def search(
 
     simulated, nothing = 0, set[str]()
     for part in (space, *_smaller_spaces(space)):
-        known = [math.inf] * 2
-        if part is not space:
-            known = [
-                min((p.value for p in plans if bool(p.config.staleness) == kind), default=math.inf) for kind in (0, 1)
-            ]
-        worst = max(known)
-
-        def may_be_better(option: Option, worst: float = worst) -> bool:
-            return objective.value(option.busy_s, option.devices, 0.0) < worst
-
-        every, is_exact, fit_nowhere = _combinations(part, watch, may_be_better)
+        known = [
+            min((plan.value for plan in plans if bool(plan.config.staleness) == kind), default=math.inf)
+            for kind in (False, True)
+        ]
+        every, is_exact, fit_nowhere = _combinations(part, watch, partial(_may_be_better, objective, max(known)))
         nothing |= fit_nowhere if part is space else set()
         considered += len(every)
         exact &= is_exact
@@ -374,6 +362,11 @@ def _smaller_spaces(space: Space) -> Iterator[Space]:
     devices = 0 if space.cores is None else space.devices
     while devices > 8 and (devices := devices // 2):
         yield replace(space, devices=devices, cluster=replace(space.cluster, some_cores=devices))
+
+
+def _may_be_better(objective: Objective, known: float, option: Option) -> bool:
+    """Return True unless the work of a gang with this option alone makes every plan worse than the value `known`."""
+    return objective.value(option.busy_s, option.devices, 0.0) < known
 
 
 def _commonest(refused: Mapping[str, int]) -> str:
@@ -445,8 +438,8 @@ def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
     config = assembled(space, one.form, chosen, one.shards, one.staleness)
     costs = costs_of(replace(space.run, config=config), space.cluster, space.calibration)
     played = play(scenario_to_plan(costs, space.lengths))
-    plan = Plan(one.form.name, config, one.devices, one.bounds, played, math.nan)
-    return replace(plan, value=objective.value(played.mean_s, one.devices, plan.mean_staleness))
+    value = objective.value(played.mean_s, one.devices, played.mean_staleness)
+    return Plan(one.form.name, config, one.devices, one.bounds, played, value)
 
 
 def scenario_to_plan(costs: Costs, lengths: Lengths) -> Scenario:

@@ -227,6 +227,11 @@ class Played:
         return self.wall_s / len(self.step_s)
 
     @property
+    def mean_staleness(self) -> float:
+        """Mean staleness of the rows."""
+        return sum(age * count for age, count in self.staleness.items()) / sum(self.staleness.values())
+
+    @property
     def path_s(self) -> dict[str, float]:
         """Stage, or kind of gap (`Gap`) -> its seconds on the critical path. The largest number comes first."""
         seconds: defaultdict[str, float] = defaultdict(float)

@@ -89,7 +89,7 @@ def test_settings_by_their_names_however_deep() -> None:
 def test_names() -> None:
     secret = "key api_key apiKey APIKEY X-Api-Key access_token accesstoken client_secret DB_PASSWORD key2 a.b.token"
     assert all(map(is_secret, secret.split()))
-    others = "key_env token_ids pad_token max_tokens tokenizer monkey tokens secret_name rows"
+    others = "key_env token_ids pad_token max_tokens tokens_per_pass tokenizer monkey tokens secret_name rows"
     assert not any(map(is_secret, others.split()))
 
 

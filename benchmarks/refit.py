@@ -16,6 +16,7 @@ finiteness, in one pass), what the engine does, and all of it, beside a copy.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import mmap
 import os
@@ -39,6 +40,7 @@ from distributed.security import Security
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.publish import SHAPES, write_random
 from pipeline.workers.messages import MirrorSpec
 from pipeline.workers.versioned_engine import Clock, VersionedEngine, check_finite_numbers
 from pipeline.workers.weight_transfer import WeightMirror
@@ -62,7 +64,7 @@ DTYPES = ("float32", "bfloat16")
 SLOTS, MAX_SEQ, NEW_TOKENS = 16, 256, 64
 NUM_BLOCKS = 6
 SOCKET_PIECE = 1 << 20
-UPDATES_S = 1.0
+UPDATES_S = 5.0
 VERSION = 1
 
 
@@ -132,10 +134,15 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     return rows, figures
 
 
-def open_mirror(board: str, cores: set[int]) -> None:
-    """Open this worker's mirror. `cores`: the cores of all its threads and of its sender."""
+def keep_to(cores: set[int]) -> None:
+    """Let all threads of this process, and the processes that it starts later, run on some cores only."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
+
+
+def open_mirror(board: str, cores: set[int]) -> None:
+    """Open this worker's mirror. `cores`: the cores of all its threads and of its sender."""
+    keep_to(cores)
     worker = get_worker()
     worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", timeout_s=60.0, message_timeout_s=30.0))
     worker.mirror.open()
@@ -238,8 +245,8 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
             target = {name: np.zeros_like(array) for name, array in tensors.items()}
             file = np.memmap(there.directory / manifest.file, np.uint8, "r")
             client = stack.enter_context(two_workers(stack))
+            cores = {*range(1, CORES)} or {0}
             for name, board in (("there", there), ("here", here)):
-                cores = {*range(1, CORES)} or {0}
                 client.submit(open_mirror, str(board.directory), cores, resources={name: 1}, pure=False).result()
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             process = get_context("fork").Process(
@@ -261,11 +268,13 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
                 for _ in range(1 + repeats):
                     for arm, run in arms.items():
                         seconds[arm].append(run())
+                    keep_to(cores)  # so that the scheduler of these workers, which is in this process, takes no time
                     updates["alone"].append(update_there(client).result())
                     updating = update_there(client)
                     while not updating.done():
                         fetch_seconds(client, str(here.directory))
                     updates["beside"].append(updating.result())
+                    keep_to({*range(CORES)})
         medians = {arm: statistics.median(taken[1:]) for arm, taken in seconds.items()}
         rate = manifest.num_bytes / 1e9
         figures |= {f"between boards/{dtype}/{arm}_s": value for arm, value in medians.items()}
@@ -355,56 +364,55 @@ def two_workers(stack: ExitStack) -> Client:
     return Client(stack.enter_context(cluster), security=security)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(TABLES), help="measure one of the three")
+    parser.add_argument("--size", choices=list(SHAPES), help="random weights of this size instead of the demo's model")
+
+
+def measure_load(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Return the rows of the table and the figures by name, for engines of both dtypes."""
+    measured = [measure(path, dtype, repeats) for dtype in DTYPES]
+    return [row for rows, _ in measured for row in rows], {k: v for _, figures in measured for k, v in figures.items()}
+
+
+TABLES: dict[str, tuple[Callable[[Path, int], tuple[list[tuple[str, ...]], dict[str, float]]], str, str, str]] = {
+    "load": (
+        measure_load,
+        f"refit: {CORES} threads, milliseconds",
+        "engine, tensors, copy, pack, load, while decoding, cold start, others' load",
+        "",
+    ),
+    "fetch": (
+        measure_fetch,
+        "from another board over loopback: milliseconds (GB/s)",
+        "published, MB, copy, plain socket, encryption, fetch, of the socket's rate, the gang's loss, others' load",
+        "",
+    ),
+    "elsewhere": (
+        measure_elsewhere,
+        "into an engine in an environment of its own: milliseconds",
+        "engine, MB, copy, sums, sums and finiteness, load, whole refit, of a copy, others' load",
+        "; whole refit: sums and finiteness here, then the engine reads the same file",
+    ),
+}
+"""Name -> function that measures, title of its table, column heads, and a note."""
+
+
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", add_options)
     torch.set_num_threads(CORES)
     repeats = 1 if options.quick else options.repeats
-    rows: list[tuple[str, ...]] = []
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="stageline-refit-") as scratch:
         path = MODEL
-        if options.quick:
+        if options.quick or options.size:
             path = Path(scratch)
-            config = LlamaConfig(
-                vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=8, num_attention_heads=4
-            )
-            LlamaForCausalLM(config).save_pretrained(path)
-        for dtype in DTYPES:
-            more_rows, more_figures = measure(path, dtype, repeats)
-            rows += more_rows
-            figures |= more_figures
-        fetch_rows, fetch_figures = measure_fetch(path, repeats)
-        figures |= fetch_figures
-        remote_rows, remote_figures = measure_elsewhere(path, repeats)
-        figures |= remote_figures
-    report(
-        f"refit: {CORES} threads, milliseconds",
-        ("engine", "tensors", "copy", "pack", "load", "while decoding", "cold start", "others' load"),
-        rows,
-        [f"{repeats} repeats, medians"],
-    )
-    report(
-        "from another board over loopback: milliseconds (GB/s)",
-        (
-            "published",
-            "MB",
-            "copy",
-            "plain socket",
-            "encryption",
-            "fetch",
-            "of the socket's rate",
-            "the gang's loss",
-            "others' load",
-        ),
-        fetch_rows,
-        [f"{repeats} repeats, medians"],
-    )
-    report(
-        "into an engine in an environment of its own: milliseconds",
-        ("engine", "MB", "copy", "sums", "sums and finiteness", "load", "whole refit", "of a copy", "others' load"),
-        remote_rows,
-        [f"{repeats} repeats, medians; whole refit: sums and finiteness here, then the engine reads the same file"],
-    )
+            write_random(path, SHAPES[options.size] if options.size else {})
+        for name, (measure_table, title, columns, note) in TABLES.items():
+            if options.only in (None, name):
+                rows, measured = measure_table(path, repeats)
+                figures |= measured
+                report(title, columns.split(", "), rows, [f"{repeats} repeats, medians{note}"])
     write_json(options.json, figures)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ def generate(
     sampling: SamplingConfig,
     seq: int,
     pad_id: int = 0,
+    on_row: Callable[[Rollout], None] | None = None,
 ) -> Rollout:
     """Sample one response per prompt with version `version` of the weights, which must be resident in the engine.
     Return the rollout, with the rows in the order of the prompts.
@@ -35,6 +36,7 @@ def generate(
     Args:
         seq: width of the arrays, at least the longest prompt + max_new_tokens.
         pad_id: token that fills the rest of a row.
+        on_row: called with each row, as a rollout of one row, as soon as the row is finished.
 
     Raises:
         ValueError: two rows have the same number, or a row does not fit `seq`.
@@ -42,16 +44,20 @@ def generate(
         RuntimeError: the engine returns an unknown row, a row twice, or not every row."""
     index_of = _checked_rows(prompts, sampling, seq)
     num = prompts.num_rows
-    tokens = np.full((num, seq), pad_id, np.int32)
-    response_lengths = np.zeros(num, np.int32)
-    response_mask = np.zeros((num, seq), np.bool_)
-    sampler_logprobs = np.zeros((num, seq), np.float32)
-    token_versions = np.full((num, seq), -1, np.int32)
-    finish_reason = np.zeros(num, np.int8)
-
+    rollout = Rollout(
+        row=prompts.row,
+        prompt_index=prompts.prompt_index,
+        tokens=np.full((num, seq), pad_id, np.int32),
+        prompt_lengths=prompts.prompt_lengths,
+        response_lengths=np.zeros(num, np.int32),
+        response_mask=np.zeros((num, seq), np.bool_),
+        sampler_logprobs=np.zeros((num, seq), np.float32),
+        token_versions=np.full((num, seq), -1, np.int32),
+        finish_reason=np.zeros(num, np.int8),
+    )
     requests = []
     for i, length in enumerate(prompts.prompt_lengths):
-        tokens[i, :length] = prompts.tokens[i, :length]
+        rollout.tokens[i, :length] = prompts.tokens[i, :length]
         prompt = tuple(prompts.tokens[i, :length].tolist())
         requests.append(Request(int(prompts.row[i]), seed, step, prompt, version, sampling))
     for completion in engine.generate(requests):
@@ -60,25 +66,17 @@ def generate(
             raise RuntimeError(f"the engine returned row {completion.row} twice, or was never asked for it")
         start = int(prompts.prompt_lengths[i])
         response = slice(start, start + len(completion.tokens))
-        tokens[i, response] = completion.tokens
-        response_lengths[i] = len(completion.tokens)
-        response_mask[i, response] = True
-        sampler_logprobs[i, response] = completion.logprobs
-        token_versions[i, response] = completion.versions
-        finish_reason[i] = completion.finish_reason
+        rollout.tokens[i, response] = completion.tokens
+        rollout.response_lengths[i] = len(completion.tokens)
+        rollout.response_mask[i, response] = True
+        rollout.sampler_logprobs[i, response] = completion.logprobs
+        rollout.token_versions[i, response] = completion.versions
+        rollout.finish_reason[i] = completion.finish_reason
+        if on_row is not None:
+            on_row(rollout.rows(slice(i, i + 1)))
     if index_of:
         raise RuntimeError(f"the engine returned no response for rows {sorted(index_of)}")
-    return Rollout(
-        row=prompts.row,
-        prompt_index=prompts.prompt_index,
-        tokens=tokens,
-        prompt_lengths=prompts.prompt_lengths,
-        response_lengths=response_lengths,
-        response_mask=response_mask,
-        sampler_logprobs=sampler_logprobs,
-        token_versions=token_versions,
-        finish_reason=finish_reason,
-    )
+    return rollout
 
 
 def _checked_rows(prompts: PromptBatch, sampling: SamplingConfig, seq: int) -> dict[int, int]:

@@ -2,11 +2,15 @@
 
 rollout ──► samples ──┬─► part a: all rows, or batches under a budget of tokens ──► [rows] ──┐
                       └─► part b                                                   [rows] ──┴─ weights ──► scores
+
+`score_early` scores rows while others of their shard are still generated. `score` then scores the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,18 +23,47 @@ from storage.records import FinishReason, Rollout, Scores
 _SPREAD = "disagreement"
 
 
+@dataclass(frozen=True)
+class RowScores:
+    """The numbers that the parts gave to one row."""
+
+    sample: Sample
+    """The row as it was scored."""
+    numbers: Mapping[str, Mapping[str, np.float32]]
+    """Name of a part -> the names and numbers that its reward gave to the row."""
+    measured: Mapping[str, frozenset[str]]
+    """Name of a part -> names of those numbers that are not added to the score."""
+
+
+def score_early(parts: Sequence[Part], samples: Sequence[Sample]) -> list[RowScores]:
+    """Score rows with the parts whose reward is `early`. `score` takes the result instead of asking these rewards for
+    the rows again. Raises RewardFailed like `score`."""
+    scored = {part.name: _scored(part, samples, {}) for part in parts if part.reward.early}
+    return [
+        RowScores(
+            sample,
+            {part: {name: array[i] for name, array in numbers.items()} for part, (numbers, _) in scored.items()},
+            {part: frozenset(measured) for part, (_, measured) in scored.items()},
+        )
+        for i, sample in enumerate(samples)
+    ]
+
+
 def score(
     parts: Sequence[Part],
     tokenizer: Tokenizer,
     rollout: Rollout,
     extras: Sequence[Mapping[str, Any]],
     messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
+    early: Mapping[int, RowScores] = MappingProxyType({}),
 ) -> Scores:
     """Score every row:  score = sum over parts of weight x part  (in float64, stored in float32).
 
     Args:
         extras: for each row, the fields beside the prompt in the source of prompts; an empty mapping if there are none.
         messages: messages of each row's chat prompt, empty for a plain prompt; None if all prompts are plain.
+        early: number of a row -> its scores by `score_early`. They are ignored if the row was sampled again since then
+            and has other tokens now.
 
     Raises:
         RewardFailed: a part failed, returned a wrong number of scores, or returned a score that is not a finite
@@ -41,11 +74,12 @@ def score(
     if len(extras) != rollout.num_rows:
         raise ValueError(f"{len(extras)} extras were given for {rollout.num_rows} rows")
     samples = samples_of(tokenizer, rollout, extras, messages)
+    known = {i: early[s.row] for i, s in enumerate(samples) if s.row in early and early[s.row].sample == s}
     total = np.zeros(rollout.num_rows)
     part_scores: dict[str, np.ndarray] = {}
     spread: dict[str, np.ndarray] = {}
     for part in parts:
-        of_part, measured = _scored(part, samples)
+        of_part, measured = _scored(part, samples, known if part.reward.early else {})
         disagreement = of_part.pop(_SPREAD, None)
         if disagreement is not None:
             spread[part.name] = disagreement
@@ -126,26 +160,44 @@ def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
     return token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], part.reward.batch_tokens)
 
 
-def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
+def _scored(
+    part: Part, samples: Sequence[Sample], known: Mapping[int, RowScores]
+) -> tuple[dict[str, np.ndarray], set[str]]:
     """Return (numbers, measured) for one component of the reward. `numbers`: name -> float32 [rows]. `measured`: the
     names of the numbers that are not added to the score.
 
     The reward chooses the names (`Scored`). If it returns a list of scores without names, the name is "". If it is an
     ensemble, "disagreement" is one of the names.
+
+    `known`: index of a row -> its scores. The reward is asked for the other rows.
     """
     numbers_of: dict[str, np.ndarray] = {}
     measured: set[str] = set()
-    for rows in _batches(part, samples):
-        batch = [samples[row] for row in rows]
-        answer = _call(part, batch)
-        named = scores_by_part(part, answer)
-        if isinstance(answer, Scored):
-            measured |= answer.measured.keys()
+
+    def keep(rows: Sequence[int], named: Mapping[str, Any]) -> None:
         if numbers_of and named.keys() != numbers_of.keys():
             raise RewardFailed(f"reward {part.name!r} gave {_listed(named)} and then {_listed(numbers_of)}")
         for name, numbers in named.items():
-            array = _numbers(f"reward {part.name!r}" + (f", part {name!r}" if name else ""), numbers, batch)
-            numbers_of.setdefault(name, np.zeros(len(samples), np.float32))[rows] = array
+            numbers_of.setdefault(name, np.zeros(len(samples), np.float32))[rows] = numbers
+
+    for row, scores in known.items():
+        measured |= scores.measured[part.name]
+        keep([row], scores.numbers[part.name])
+    rest = [row for row in range(len(samples)) if row not in known]
+    for places in _batches(part, [samples[row] for row in rest]) if rest else ():
+        rows = [rest[place] for place in places]
+        batch = [samples[row] for row in rows]
+        answer = _call(part, batch)
+        if isinstance(answer, Scored):
+            measured |= answer.measured.keys()
+        whose = f"reward {part.name!r}"
+        keep(
+            rows,
+            {
+                name: _numbers(whose + (f", part {name!r}" if name else ""), numbers, batch)
+                for name, numbers in scores_by_part(part, answer).items()
+            },
+        )
     return numbers_of, measured
 
 

@@ -84,7 +84,7 @@ def command(options: argparse.Namespace) -> int:
     for key, protections in checked.sandboxes.items():
         print_line(_sandbox_line(key, protections))
     for result in tried:
-        print_line(str(result))
+        print_line(f"note: {result}" if result.lowest == result.highest else str(result))
     if not tries:
         print_line("note: the reward was not tried (--no-reward)")
     if replaces:

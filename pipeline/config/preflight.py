@@ -282,9 +282,14 @@ def read_errors(config: RunConfig, refused: Collection[str]) -> list[ConfigError
 
 def errors_of_others(found: Iterable[ConfigError], refused: Collection[str]) -> list[ConfigError]:
     """Return the errors in `found`, without the errors that name one of the settings `refused`. An error that combines
-    several errors (`ConfigError.errors`) is first split into them."""
+    several errors (`ConfigError.errors`) is first split into them. The text of an exception that a user's own reward
+    raised may contain any word, so it does not count."""
     errors = [error for several in found for error in several.errors]
-    return [error for error in errors if not mentions(Problem(error.key, None, error.message), refused)]
+
+    def own_text(error: ConfigError) -> Problem:
+        return Problem(error.key, None, error.message.partition(" raised ")[0])
+
+    return [error for error in errors if not mentions(own_text(error), refused)]
 
 
 def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:

@@ -23,14 +23,15 @@ from pipeline.config.sections import (
 )
 from pipeline.config.slurm import SlurmConfig
 from pipeline.config.stored import RunStorage
-from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec
+from pipeline.graph.graph import STAGE_ROLES, Gang, GraphSpec, Mode
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
 from stages.engines.config import EngineConfig
 from stages.models.config import ModelConfig, SamplingConfig
-from stages.models.protocol import MODEL_ROLES
+from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import stored_bytes
 from stages.ppo.config import PPOConfig, has_critic, resolve_proximal
 from stages.rewards.config import (
+    EARLY_KINDS,
     JUDGE_BUDGET,
     JUDGES,
     SCORING_MODELS,
@@ -212,6 +213,18 @@ class RunConfig:
     def replica_ranks(self) -> int:
         """Processes of one replica of the engine."""
         return self.engine.tensor_parallel * self.engine.pipeline_parallel
+
+    @property
+    def scores_early(self) -> bool:
+        """True if rows may be scored while others of their shard are still generated. Such a row is sent to the worker
+        that will score its shard. This worker is known early enough if the scoring gang is a pool of its own."""
+        gangs = {role: gang for gang in self.gangs() for role in gang.roles}
+        scoring = gangs[Role.SCORE]
+        if scoring == gangs[Role.GENERATE] or scoring.mode(Role.SCORE) is not Mode.FREE:
+            return False
+        sections = [section.parts_by_name(key) for key, section in (("reward", self.reward), self.held_out_reward)]
+        kinds = [part.kind for parts in sections for _, part in parts.values()]
+        return any(":" in kind or kind in EARLY_KINDS for kind in kinds)
 
     @property
     def held_out_reward(self) -> tuple[str, RewardPartsConfig]:

@@ -41,6 +41,8 @@ class ExecutorSettings:
     """The resolved config, for the workers."""
     boards: Mapping[str, str] = field(default_factory=dict)
     """Gang -> directory of published weights on its hosts. Empty: no weights are published."""
+    scores_early: bool = False
+    """See `RunConfig.scores_early`."""
     runtime: str = "pipeline.workers.runtime:StageRuntime"
     """module:class of the runtime that every worker builds."""
 

@@ -9,6 +9,7 @@
 
     Executor ──► Attempts ──────────┬──► Supervision
       │          nodes' futures     │    worker builds, losses, suspects
+      ├────────► EarlyRowOrders ────┤      │
       ├────────► WeightOrders ──────┤      │
       ├────────► DeviceOrders ──────┤      │
       └────────► MigrationOrders ───┘      └── a worker is down ──► Attempts, MigrationOrders, DeviceOrders
@@ -40,7 +41,7 @@ from distributed import Client, Future
 
 from pipeline.driver.attempts import Attempts
 from pipeline.driver.context import Context, ExecutorEvents, ExecutorSettings, WorkerKey
-from pipeline.driver.orders import DeviceOrders, MigrationOrders, WeightOrders, mirror_spec
+from pipeline.driver.orders import DeviceOrders, EarlyRowOrders, MigrationOrders, WeightOrders, mirror_spec
 from pipeline.driver.supervision import Supervision
 from pipeline.graph.dispatch import Dispatch
 from pipeline.observe.journal import Journal
@@ -118,6 +119,7 @@ class Executor:
             context, partial(mirror_spec, context), self._worker_down, events.on_worker_built
         )
         self._attempts = Attempts(context, self._supervision, events.on_node_done)
+        self._early_rows = EarlyRowOrders(context, self._supervision)
         self._weights = WeightOrders(context, self._supervision)
         self._migration = MigrationOrders(context, self._supervision)
         self._device_sharing = DeviceOrders(context, self._supervision)
@@ -140,6 +142,7 @@ class Executor:
         while not is_finished():
             for submit in self._dispatch.next_submits():
                 self._attempts.submit(submit)
+                self._early_rows.on_submit(submit)
             if self._device_sharing.start_handovers():
                 continue
             self._migration.order_migrations()

@@ -15,6 +15,9 @@ weights that the processes of a host share (`storage.weights`).
     replicas ──report their rows──► MigrationPlanner ──moves──► orders to the source replicas
     a shard whose rows have all moved away gives up its slot
 
+    a shard's scores are submitted while it is generated ──► the replica sends each finished row to the scoring worker,
+                                                             if a reward is slow
+
     a gang passes the devices on ──sleep──► its workers free them ──all have reported──► the next gang holds them
 """
 
@@ -27,6 +30,7 @@ from pipeline.driver.cluster import workers_by_address
 from pipeline.driver.context import Context, WorkerKey
 from pipeline.driver.supervision import Supervision, restart_unit
 from pipeline.graph.device_sharing import Handover
+from pipeline.graph.dispatch import Submit
 from pipeline.graph.migration import MigrationPlanner
 from pipeline.observe.journal import EventKind
 from pipeline.workers.messages import (
@@ -39,7 +43,7 @@ from pipeline.workers.messages import (
     SleepReport,
     worker_name,
 )
-from pipeline.workers.orders import order_sleep, order_take
+from pipeline.workers.orders import order_rows, order_sleep, order_take
 from pipeline.workers.row_migration import order_migration
 from pipeline.workers.weight_transfer import order_fetch, order_release, remove_boards
 from stages.models.protocol import Role
@@ -199,6 +203,25 @@ class MigrationOrders:
         """Forget the rows of a worker that is lost, or that is suspected to be lost."""
         if worker[0] == self._pool:
             self._migration_planner.replica_lost(worker[1])
+
+
+class EarlyRowOrders:
+    """Orders replicas to send finished rows to the workers that will score them (`pipeline.workers.early_rows`)."""
+
+    def __init__(self, context: Context, supervision: Supervision) -> None:
+        self._context = context
+        self._supervision = supervision
+
+    def on_submit(self, submit: Submit) -> None:
+        """If a node was submitted that scores a shard, and the shard is still generated, order the generating replica
+        to send its rows to the node's worker. Do nothing if no reward of the run can score rows early."""
+        if submit.node.role is not Role.SCORE or not self._context.settings.scores_early:
+            return
+        shard = submit.node.inputs[0]
+        generating = self._context.dispatch.worker_of(shard)
+        if generating is not None:
+            target = self._supervision.address((submit.gang, submit.replica))
+            order_rows(self._context.client, self._supervision.address(generating), shard, target)
 
 
 @dataclass(eq=False)

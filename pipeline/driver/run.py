@@ -303,6 +303,7 @@ def _print_results(run: Run, summary: Summary) -> None:
 def _executor_settings(config: RunConfig) -> ExecutorSettings:
     paths = RunPaths(config.run_dir)
     return ExecutorSettings(
+        scores_early=config.scores_early,
         cluster=config.cluster,
         start_timeout_s=config.start_timeout_s,
         paths=paths,

@@ -21,7 +21,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.graph_markers import GraphMarkers, marker_states
-from pipeline.driver.results import tracking_links
+from pipeline.driver.results import experiment_page, tracking_links
 from pipeline.graph.display import NodeState, ObservedDispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Gang, GraphSpec
@@ -150,7 +150,8 @@ def watch_links(config: RunConfig, workers: Cluster) -> dict[str, str]:
         job = slurm_job(os.environ)
         if job is not None:
             links["to see it from elsewhere"] = tunnel_command(workers.dashboard, job.submitted_from)
-    return links | dict(tracking_links(config))
+    page = experiment_page(config)  # a new experiment is shown as soon as it exists
+    return links if page is None else links | {"MLflow": page}
 
 
 def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], first_step: int) -> Progress:

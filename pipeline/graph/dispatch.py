@@ -313,6 +313,13 @@ class Dispatch:
         state = self._gangs[gang]
         return frozenset(replica for replica, free in state.free_slots.items() if free < state.gang.concurrent_shards)
 
+    def worker_of(self, address: Address) -> tuple[str, int] | None:
+        """Return the gang and the replica that a node is handed out to. None if the node is not handed out, or if it is
+        done."""
+        entry = self._entries.get(address)
+        submit = entry.submit if entry is not None and entry.state is _SUBMITTED else None
+        return None if submit is None else (submit.gang, submit.replica)
+
     def times_lost(self, address: Address) -> int:
         """Return how often a node was lost with its worker."""
         return self._entries[address].times_lost

@@ -234,6 +234,7 @@ reward/<part>.stopped/mean | fraction | step | near 0
 reward/<part>/mean | score | step | -
 reward/<part>/std | score | step | -
 reward/<part>/disagreement | score | step | steady
+score/early_fraction | fraction | step | near 1
 judge/<part>/requests | count | step | below `max_requests`
 judge/<part>/cost | as `max_cost` | step | below `max_cost`
 staleness/fraction_<age> | fraction | step | -

@@ -61,6 +61,9 @@ class Runtime:
         """Return the outcome of a call. Run the call's node first, unless the node has a commit already."""
         raise NotImplementedError
 
+    def connect(self, worker: Worker) -> None:
+        """Exchange messages with the runtimes of other processes from now on. `worker`: this process's Dask worker."""
+
     def set_fetcher(self, fetcher: Fetcher) -> None:
         """Use `fetcher` from now on to get versions of the weights that this host lacks."""
 
@@ -135,6 +138,7 @@ def build_worker(spec: WorkerSpec, rendezvous: str | None = None) -> Built:
     module, _, name = spec.runtime.partition(":")
     runtime: Runtime = getattr(importlib.import_module(module), name)(spec)
     _resident = _Resident(spec, runtime, mirror)
+    runtime.connect(get_worker())
     if runtime.rows is not None:
         open_for_rows(get_worker(), spec, runtime.rows)
     if spec.size > 1 and spec.index:

@@ -1,4 +1,4 @@
-"""Orders of the driver to workers: load new weights for rows in flight, and free the devices.
+"""Orders of the driver to workers: load new weights for rows in flight, send rows to be scored, and free the devices.
 
     a version is published ──► take ──► a replica with rows in flight loads it between two passes;
                                         a replica without rows loads it when a shard needs it
@@ -16,6 +16,7 @@ since it may be lost. A worker does not carry out a repeated order again: it onl
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from distributed import Client, Worker
 from pipeline.workers.messages import REPORTS, SleepReport, WorkerSpec
 from pipeline.workers.weight_transfer import notify
 from storage import codec
+from storage.address import Address
 from storage.errors import StoreError
 
 TAKE = "stageline_take_weights"
@@ -50,6 +52,27 @@ def accept_refit_orders(worker: Worker, take_weights: Callable[[int], None]) -> 
 def order_take(client: Client, workers: Iterable[str], version: int) -> None:
     """Order the replicas at these Dask addresses (`workers`) to load a version. Does not wait."""
     notify(client, workers, TAKE, version=version)
+
+
+# ---- rows that are scored early (early_rows.py) ------------------------------------------------------------
+
+SEND_ROWS = "stageline_send_rows"
+"""Name of the Dask handler that receives orders to send rows to a scoring worker."""
+
+
+def accept_row_orders(worker: Worker, send: Callable[[Address, str], None]) -> None:
+    """Let the driver order this process to send the rows of a shard to the worker that will score them. `send` is
+    called in the event loop's thread, with the shard's address and the Dask address of that worker."""
+
+    async def start(shard: bytes, target: str) -> None:
+        send(pickle.loads(shard), target)
+
+    worker.handlers[SEND_ROWS] = start
+
+
+def order_rows(client: Client, source: str, shard: Address, target: str) -> None:
+    """Order the replica at `source` to send the rows of a shard to the worker at `target`. Does not wait."""
+    notify(client, [source], SEND_ROWS, shard=pickle.dumps(shard), target=target)
 
 
 # ---- sleep ------------------------------------------------------------------------------------------------

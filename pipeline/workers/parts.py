@@ -27,6 +27,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.sections import collective_timeout_s
 from pipeline.graph.graph import STAGE_ROLES, Gang, lineage_of
 from pipeline.workers.attached import clear_exit_reason, write_exit_reason
+from pipeline.workers.early_rows import EarlyScorer, RowSender
 from pipeline.workers.messages import MESSAGE_TIMEOUT_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates, broadcast_from_rank_0
@@ -67,6 +68,10 @@ class Scorer:
     """
     tokenizer: Tokenizer
 
+    def parts(self, *, held_out: bool) -> tuple[Part, ...]:
+        """Return the parts that score evaluations (`held_out`), or the parts that score training."""
+        return self.held_out if held_out else self.training
+
     @property
     def is_deterministic(self) -> bool:
         return all(part.reward.deterministic for part in (*self.training, *self.held_out))
@@ -94,6 +99,11 @@ class WorkerParts:
     clock: Clock = field(default_factory=Clock)
     prompts: PromptTable | None = None
     scorer: Scorer | None = None
+    early_scorer: EarlyScorer | None = None
+    """Scores rows before their shard is complete. None if no reward of the run can, or if the worker does not score."""
+    row_sender: RowSender | None = None
+    """Sends finished rows to scoring workers. None if no reward of the run scores rows early, or if the worker does not
+    generate."""
     engine: VersionedEngine | None = None
     rows: ReplicaRows | None = None
     """The rows of a replica, if they may migrate to other replicas; otherwise None."""
@@ -189,6 +199,8 @@ class WorkerParts:
             PROCESS_MODELS.sleep()
 
     def close(self) -> None:
+        if self.early_scorer is not None:
+            self.early_scorer.close()
         if self.scorer is not None:
             self.scorer.close()
         if self.scoring_ranks is not None:

@@ -22,16 +22,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from distributed import Worker
 
 from pipeline.config.loading import to_yaml
 from pipeline.config.placement import gang_of_role
 from pipeline.config.preflight import check_secrets
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import STAGE_ROLES
+from pipeline.workers.early_rows import RowSender
 from pipeline.workers.entry import Runtime
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.parts import build_parts
-from pipeline.workers.stages import ComputedStage, StageOutput, binding_of
+from pipeline.workers.stages import ComputedStage, StageOutput, binding_of, early_scorer
 from pipeline.workers.turns import Turn, Turns
 from pipeline.workers.weight_transfer import Fetcher
 from stages.models.config import LayoutConfig
@@ -120,6 +122,13 @@ class StageRuntime(Runtime):
         binding = binding_of(call.address.stage)
         assert isinstance(binding, ComputedStage), f"{call.address.stage} cannot be computed without being committed"
         return binding.compute(self.parts, call)
+
+    def connect(self, worker: Worker) -> None:
+        if self.parts.config.scores_early and self.parts.engine is not None:
+            self.parts.row_sender = RowSender(worker)
+        if self.parts.config.scores_early and self.parts.scorer is not None:
+            self.parts.early_scorer = early_scorer(self.parts)
+            self.parts.early_scorer.open(worker)
 
     def set_fetcher(self, fetcher: Fetcher) -> None:
         self.parts.fetcher = fetcher

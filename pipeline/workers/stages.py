@@ -20,15 +20,17 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pipeline.config.sections import differs
 from pipeline.observe.engine_metrics import shard_metrics
+from pipeline.workers.early_rows import EarlyScorer
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, require_part
@@ -54,7 +56,8 @@ from stages.models.numerics import peak_bytes
 from stages.models.protocol import Role
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
 from stages.publish import publish
-from stages.score import follow, score
+from stages.rewards.protocol import Sample
+from stages.score import RowScores, follow, samples_of, score
 from storage.address import Address
 from storage.commits import Commit
 from storage.records import CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Record, Rollout, Scores
@@ -143,19 +146,37 @@ def score_shard(parts: WorkerParts, call: Call) -> StageOutput:
     if parts.spec.index and parts.gang.divides_scorers:
         follow(*_score_arguments(parts, rollout, held_out=held_out))
         return StageOutput(None)
-    record = score_rollout(parts, rollout, held_out=held_out)
-    scorer = require_part(parts.scorer)
+    early = parts.early_scorer
+    none: AbstractContextManager[dict[int, RowScores]] = nullcontext({})
+    with none if early is None else early.scores_of(call.inputs[0]) as scored:
+        record = score_rollout(parts, rollout, held_out=held_out, early=scored)
     counts = {
         f"judge/{part.name}/{name}": value
-        for part in (scorer.held_out if held_out else scorer.training)
+        for part in require_part(parts.scorer).parts(held_out=held_out)
         for name, value in part.reward.counts().items()
     }
+    if early is not None:
+        counts["score/early_fraction"] = len(scored) / rollout.num_rows
     return StageOutput(record, {"score/mean": float(record.scores.mean()), **counts})
 
 
-def score_rollout(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
-    """Return a score for each row. `held_out`: True to score with the reward parts of evaluations."""
-    return score(*_score_arguments(parts, rollout, held_out=held_out))
+def early_scorer(parts: WorkerParts) -> EarlyScorer:
+    """Return a scorer of rows whose shard is still generated."""
+    scorer = require_part(parts.scorer)
+
+    def samples(rollout: Rollout) -> list[Sample]:
+        return samples_of(scorer.tokenizer, rollout, *require_part(parts.prompts).for_reward(rollout.prompt_index))
+
+    return EarlyScorer(lambda shard: scorer.parts(held_out=shard.stage == "evaluate"), samples)
+
+
+def score_rollout(
+    parts: WorkerParts, rollout: Rollout, *, held_out: bool, early: Mapping[int, RowScores] = MappingProxyType({})
+) -> Scores:
+    """Return a score for each row. `held_out`: True to score with the reward parts of evaluations. `early`: see
+    `stages.score.score`."""
+    rewards, tokenizer, rollout, extras, messages = _score_arguments(parts, rollout, held_out=held_out)
+    return score(rewards, tokenizer, rollout, extras, messages, early)
 
 
 def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
@@ -163,8 +184,7 @@ def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) ->
     the reward models, rank 0 calls `score`, and the other ranks call `follow` with the same arguments. `held_out`: True
     to score with the rewards of evaluations."""
     scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
-    rewards = scorer.held_out if held_out else scorer.training
-    return rewards, scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
+    return scorer.parts(held_out=held_out), scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
 
 
 def compute_advantages(parts: WorkerParts, call: Call) -> StageOutput:
@@ -282,7 +302,7 @@ def _sample(
     parts: WorkerParts, call: Call, prompts: PromptBatch, *, step: int, sampling: SamplingConfig, exact: bool
 ) -> StageOutput:
     """Sample responses. `exact`: no token may be of a newer version than the call's."""
-    config = parts.config
+    config, sender = parts.config, parts.row_sender
     keys = [(config.seed, step, row) for row in prompts.row.tolist()]
 
     def draw(engine: GenerationEngine) -> tuple[Rollout, EngineStats]:
@@ -295,10 +315,15 @@ def _sample(
             sampling=sampling,
             seq=config.seq,
             pad_id=require_part(parts.prompts).pad_id,
+            on_row=None if sender is None else partial(sender.send, call.address),
         )
         return rollout, engine.stats()
 
-    (rollout, stats), elsewhere = _run_in_engine(parts, call, keys, draw, exact=exact)
+    try:
+        (rollout, stats), elsewhere = _run_in_engine(parts, call, keys, draw, exact=exact)
+    finally:
+        if sender is not None:
+            sender.forget(call.address)
     fetched = parts.fetcher.take_stats() if parts.fetcher is not None else TransferStats()
     metrics = {
         "generate/tokens": float(rollout.response_lengths.sum()),

@@ -17,6 +17,8 @@ JUDGES = ("judge", "local_judge")
 """Kinds of rewards that ask a language model."""
 SCORING_MODELS = ("model", "local_judge")
 """Kinds of rewards that score with a model in the scoring worker. Their argument `path` is the model's directory."""
+EARLY_KINDS = ("ensemble", "judge", "reasoning_gym")
+"""Built-in kinds whose rewards may be `early` (`Reward.early`). A user's own reward may be too."""
 JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
 """Arguments of a judge that limit its requests and costs. They do not change any score."""
 TIMEOUT_S, RETRY_S = 60.0, 300.0

@@ -62,6 +62,10 @@ class Reward(ABC):
     batch_tokens: int | None = None
     """Maximum number of tokens of a call: the number of its rows times the number of tokens in its longest row (prompt
     and response). A single row may have more. None: a call has all rows of the shard."""
+    early: bool = False
+    """True if rows should be scored as soon as they are finished, while others of their shard are still generated. This
+    is for slow rewards. The score of a row must not depend on the other rows of a call. A call then has any rows of a
+    step, and the number of calls varies from run to run."""
     fields: frozenset[str] = frozenset()
     """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})

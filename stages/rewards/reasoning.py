@@ -40,6 +40,7 @@ class ReasoningReward(Reward):
     """
 
     deterministic = True
+    early = True  # an answer that is evaluated may take seconds
 
     def __init__(
         self, extract: Extract = "tags", timeout_s: float = ANSWER_S, _allowed: Permissions = NO_PERMISSIONS

@@ -98,6 +98,7 @@ class UserReward(Reward):
             self.close()
         else:
             self.deterministic, self.batch_tokens = answer["deterministic"], answer["batch_tokens"]
+            self.early = answer["early"]
 
     def _refuse(self, error: SandboxEnded | SandboxExpired) -> None:
         self.close()

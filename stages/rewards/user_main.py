@@ -95,13 +95,14 @@ def _own_names(module: ModuleType) -> str:
 
 
 def _function_attributes(function: Function) -> dict[str, Any]:
-    """Return the function's attributes `deterministic` and `batch_tokens`. Raises _Refused for an invalid
+    """Return the function's attributes `deterministic`, `batch_tokens` and `early`. Raises _Refused for an invalid
     `batch_tokens`."""
     owner = function.func if isinstance(function, partial) else function
     budget = getattr(owner, "batch_tokens", None)
     if budget is not None and not (isinstance(budget, int) and budget >= 1):
         raise _Refused("kind", f"its batch_tokens is {budget!r}: must be an integer of 1 or more, or None")
-    return {"deterministic": bool(getattr(owner, "deterministic", True)), "batch_tokens": budget}
+    flags = {name: bool(getattr(owner, name, default)) for name, default in (("deterministic", True), ("early", False))}
+    return {**flags, "batch_tokens": budget}
 
 
 def _check_arguments(kind: str, target: Function, arguments: Mapping[str, Any]) -> None:

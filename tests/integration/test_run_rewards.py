@@ -25,11 +25,12 @@ from storage.address import Address
 from storage.records import Scores
 from tests.support.paths import TINY
 from tests.support.run_results import outputs
-from tests.support.runs import QUIET, arguments, finish
+from tests.support.runs import QUIET, arguments, configure, finish, placement
 
 pytestmark = pytest.mark.processes
 
 STEPS = 4
+OWN = "tests.support.own_rewards"
 REWARD = """\
 reward:
   normalize: {mean: true, scale: true, clip: 3}
@@ -178,3 +179,19 @@ def test_a_reward_that_fails_ends_the_run_and_it_goes_on_when_it_is_mended(
     assert "row 0" in shown
     (folder / "our_reward.py").write_text("def score(samples):\n    return [1 / (1 + s.row) for s in samples]\n")
     assert main(["resume", str(folder / "runs" / "failing")]) == 0
+
+
+def test_rows_are_scored_while_their_shard_is_generated(folder: Path) -> None:
+    """The engine decodes two rows at a time, so the first rows of a shard are finished long before the last."""
+    gangs = placement("{generate: {}, score: {}, train: {}}", generate="generate", score="score", others="train")
+    long = ("engine.max_rows=2", "sampling.max_new_tokens=32", "steps=3")
+    late, early = (
+        finish(configure(folder, name, gangs, *long, *QUIET, f"reward={{parts: {{own: {{kind: {OWN}:{reward}}}}}}}"))
+        for name, reward in (("late", "vowels"), ("early", "EarlyVowels"))
+    )
+    assert outputs(early) == outputs(late)
+    fractions = [
+        [commit.metrics.get("score/early_fraction", 0.0) for commit in config.stored.ledger().list()]
+        for config in (late, early)
+    ]
+    assert max(fractions[0]) == 0 < max(fractions[1]) <= 1

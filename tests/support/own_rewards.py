@@ -44,6 +44,15 @@ def measures(samples: Sequence[Sample]) -> Scored:
     return Scored({"": [1.0] * len(samples)}, None, {"length": [float(len(s.response)) for s in samples]})
 
 
+class EarlyVowels:
+    """`vowels`, for rows whose shard is still generated."""
+
+    early = True
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return vowels(samples)
+
+
 class Fickle:
     deterministic = False
 
@@ -100,6 +109,10 @@ def unreachable(samples: Sequence[Sample]) -> list[float]:
 
 def too_few(samples: Sequence[Sample]) -> list[float]:
     return [0.0 for sample in samples if sample.response]
+
+
+def undefined(samples: Sequence[Sample]) -> list[float]:
+    return [steps for _ in samples]  # type: ignore[name-defined]  # noqa: F821
 
 
 def nothing(samples: Sequence[Sample]) -> None:

@@ -129,6 +129,7 @@ class JudgeReward(Reward):
         self._body = {name: value for name, value in request.items() if value is not None}
         own = None if _directory is None else _directory / ANSWERS
         self._cache = AnswerCache(own if cache is None else Path(cache))
+        self.early = against != GROUP
         judge = {**self._body, "rubric": self.rubric.template_pieces, "system": system, "against": against}
         self._spending = UsageFile(budget, own, question_key(judge)[:12])
 

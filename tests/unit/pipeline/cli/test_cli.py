@@ -66,7 +66,7 @@ def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: p
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("function", ["inverse", "too_few"])
+@pytest.mark.parametrize("function", ["inverse", "too_few", "texts", "nothing"])
 def test_check_tries_the_reward(
     sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str
 ) -> None:
@@ -79,16 +79,17 @@ def test_check_tries_the_reward(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("change", ["steps=-1", "model.critic_path=nowhere"])
+@pytest.mark.parametrize(("change", "function"), [("steps=-1", "undefined"), ("model.critic_path=nowhere", "inverse")])
 def test_check_tries_the_reward_of_a_config_with_other_mistakes(
-    sources: list[str], capsys: pytest.CaptureFixture[str], change: str
+    sources: list[str], capsys: pytest.CaptureFixture[str], change: str, function: str
 ) -> None:
-    """One mistake is found in the settings, or in what they name on disk; the other in what the reward does."""
-    own = "reward.kind=tests.support.own_rewards:inverse"
+    """One mistake is found in the settings, or in what they name on disk; the other in what the reward does. What the
+    reward raised may name the wrong setting."""
+    own = f"reward.kind=tests.support.own_rewards:{function}"
     assert main(["check", *sources, own, change]) == 2
     said = capsys.readouterr().err
     assert change.partition("=")[0] + ": given" in said
-    assert "reward.kind: given 'tests.support.own_rewards:inverse'; it failed on" in said
+    assert f"reward.kind: given 'tests.support.own_rewards:{function}'; it failed on" in said
     assert main(["check", *sources, own, change, "--no-reward"]) == 2
     assert "own_rewards" not in capsys.readouterr().err
 
@@ -103,10 +104,13 @@ def test_a_field_that_the_prompts_lack_is_reported_once(sources: list[str], caps
 @pytest.mark.processes
 def test_check_shows_the_scores_of_made_up_responses(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Both held-out prompts; an empty response, `42`, and a sentence with 14 characters, 4 of them vowels, cut at 8."""
-    own = "evaluate.reward.parts={own: {kind: 'tests.support.own_rewards:vowels', args: {gain: 10}}}"
+    own = "evaluate.reward.parts={own: {kind: tests.support.own_rewards:vowels, args: {gain: 10}}}"
     assert main(["check", *sources, own]) == 0
     said = capsys.readouterr().out
     assert "evaluate.reward.parts.own (tests.support.own_rewards:vowels): scores from 0 to 20 on 6 made-up" in said
+    assert main(["check", *sources, own.replace("vowels, args: {gain: 10}", "measures")]) == 0
+    said = capsys.readouterr().out
+    assert "\nnote: evaluate.reward.parts.own (tests.support.own_rewards:measures): the score 1 for each of 6" in said
 
 
 def test_check_says_what_keeps_code_of_a_reward_confined(

@@ -33,7 +33,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -59,15 +59,19 @@ SAMPLED = (256, 1024, 2048)
 """Tokens of a micro-batch that go through the output layer."""
 LORA_RANK = 16
 ROLES = frozenset({Role.POLICY, Role.REFERENCE})
-STATES: tuple[tuple[Literal["float32", "bfloat16"], ...], ...] = (
-    ("float32", "float32", "float32"),
-    ("float32", "float32", "bfloat16"),
-    ("bfloat16", "float32", "float32"),
-    ("bfloat16", "bfloat16", "float32"),
-    ("bfloat16", "float32", "bfloat16"),
-    ("bfloat16", "bfloat16", "bfloat16"),
+FLOAT32: Any = {"gradients_dtype": "float32", "moments_dtype": "float32"}
+STATES: tuple[tuple[Literal["float32", "bfloat16"], dict[str, Any], int], ...] = (
+    ("float32", FLOAT32, 0),
+    ("float32", FLOAT32 | {"moments_dtype": "bfloat16"}, 0),
+    ("bfloat16", FLOAT32, 0),
+    ("bfloat16", FLOAT32 | {"gradients_dtype": "bfloat16"}, 0),
+    ("bfloat16", FLOAT32 | {"moments_dtype": "bfloat16"}, 0),
+    ("bfloat16", {"gradients_dtype": "bfloat16", "moments_dtype": "bfloat16"}, 0),
+    ("bfloat16", {"optimizer": "adafactor"}, 0),
+    ("bfloat16", {"optimizer": "muon"}, 0),
+    ("bfloat16", FLOAT32, LORA_RANK),
 )
-"""Dtypes of weights, gradients and moments."""
+"""Dtype of the weights, settings of the optimizer, and rank of the adapters."""
 ARMS = {
     "none": LayoutConfig(),
     "core_attn": LayoutConfig(recompute="selective"),
@@ -299,20 +303,20 @@ def report_loss(
 
 def report_state(base: ModelConfig, options: argparse.Namespace, folder: Path, figures: dict[str, float]) -> None:
     rows = []
-    for dtype, gradients, moments in STATES:
-        optimizer = replace(base.policy, gradients_dtype=gradients, moments_dtype=moments)
-        model = replace(base, dtype=dtype, policy=optimizer)
+    for dtype, settings, rank in STATES:
+        model = replace(base, dtype=dtype, policy=replace(base.policy, **settings), lora=LoraConfig(rank=rank))
         measured, predicted, seconds = state_of(model, options.threads, folder)
-        number = trained_parameters(policy_of(model), Role.POLICY, 0).of_dtype
-        rows.append(
-            (dtype, gradients, moments, f"{predicted / number:.2f}", f"{measured / number:.2f}", f"{seconds:.2f}")
-        )
-        name = f"state/{dtype}/{gradients}/{moments}"
+        number = trained_parameters(policy_of(replace(model, lora=LoraConfig())), Role.POLICY, 0).of_dtype
+        optimizer = ", ".join([str(settings.get("optimizer", "adamw")), *[f"LoRA of rank {rank}"] * bool(rank)])
+        dtypes = [str(settings.get(name, "")) for name in FLOAT32]
+        cells = (f"{predicted / number:.2f}", f"{measured / number:.2f}", f"{seconds:.2f}")
+        rows.append((optimizer, dtype, *dtypes, *cells))
+        name = "/".join(["state", optimizer, dtype, *filter(None, dtypes)])
         figures[f"{name}/predicted_bytes"] = predicted
         figures[f"{name}/measured_bytes"] = measured
         figures[f"{name}/update_cpu_s"] = seconds
-    columns = ("weights", "gradients", "moments", "predicted", "measured", "CPU s/update")
-    report("bytes of the policy's state for each parameter", columns, rows, [])
+    columns = ("optimizer", "weights", "gradients", "moments", "predicted", "measured", "CPU s/update")
+    report("bytes of the policy's state for each parameter of the model", columns, rows, [])
 
 
 def report_adapters(base: ModelConfig, options: argparse.Namespace, folder: Path, figures: dict[str, float]) -> None:

@@ -124,6 +124,8 @@ class EarlyScorer:
         self._arrived: list[tuple[Address, Rollout]] = []
         self._scores: OrderedDict[Address, dict[int, RowScores]] = OrderedDict()
         self._waiting_nodes = 0
+        self._errors: list[Exception] = []
+        """Errors of calls for which nodes wait, or waited last."""
         self._closed = False
         self._thread = threading.Thread(target=self._score_arrivals, name="early-scores", daemon=True)
         self._thread.start()
@@ -148,14 +150,21 @@ class EarlyScorer:
     @contextmanager
     def scores_of(self, shard: Address) -> Iterator[dict[int, RowScores]]:
         """Yield the scores of the rows that were scored early: number of a row -> its scores. Nobody else asks the
-        rewards inside the `with` block. Rows of this shard that still wait are dropped."""
+        rewards inside the `with` block. Rows of this shard that still wait are dropped.
+
+        Raises the error of a call for which the node waited. A judge that answers nothing for `retry_s` thus keeps the
+        node from its deadline once, and not twice."""
         with self._changed:
+            if not self._waiting_nodes:
+                self._errors.clear()
             self._waiting_nodes += 1
         try:
             with self._asking:
                 with self._changed:
                     self._arrived = [one for one in self._arrived if one[0] != shard]
                     scores = self._scores.pop(shard, {})
+                    if self._errors:
+                        raise self._errors[0]
                 yield scores
         finally:
             with self._changed:
@@ -177,17 +186,18 @@ class EarlyScorer:
             with self._asking:
                 with self._changed:
                     arrived, self._arrived = self._arrived, []
-                for shard in dict.fromkeys(shard for shard, _ in arrived):
-                    self._score(shard, [row for its, row in arrived if its == shard])
+                try:
+                    for shard in dict.fromkeys(shard for shard, _ in arrived):
+                        self._score(shard, [row for its, row in arrived if its == shard])
+                except Exception as error:
+                    # Nodes score these rows again, and report what is wrong with them.
+                    traceback.print_exc()
+                    with self._changed:
+                        self._errors = [error]
 
     def _score(self, shard: Address, rows: Sequence[Rollout]) -> None:
-        try:
-            samples = [sample for row in rows for sample in self._samples_of(row)]
-            scored = score_early(self._parts_of(shard), samples)
-        except Exception:
-            # The node scores these rows again, and reports what is wrong with them.
-            traceback.print_exc()
-            return
+        samples = [sample for row in rows for sample in self._samples_of(row)]
+        scored = score_early(self._parts_of(shard), samples)
         with self._changed:
             self._scores.setdefault(shard, {}).update((one.sample.row, one) for one in scored)
             while len(self._scores) > _MAX_SHARDS:

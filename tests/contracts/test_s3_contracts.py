@@ -6,6 +6,7 @@ What they rest on there is the conditional PUT (If-None-Match), which moto has s
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -116,9 +117,15 @@ def test_a_server_that_stays_away_is_named(bucket: str, faults: Faults, monkeypa
     faults.fail("PUT", 503)
     with pytest.raises(StoreUnavailable):
         files.write(root, "a", b"1")
-    away = s3fs.S3FileSystem(endpoint_url="http://127.0.0.1:9", skip_instance_cache=True)  # nobody listens there
-    with pytest.raises(StoreUnavailable):
-        files.write(files.Root(away, "runs/x", Durability(retry_s=0)), "a", b"1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        for port in (9, silent.getsockname()[1]):  # nobody listens at 9
+            away = s3fs.S3FileSystem(
+                endpoint_url=f"http://127.0.0.1:{port}",
+                config_kwargs={"read_timeout": 0.1, "retries": {"max_attempts": 0}},
+                skip_instance_cache=True,
+            )
+            with pytest.raises(StoreUnavailable):
+                files.write(files.Root(away, "runs/x", Durability(retry_s=0)), "a", b"1")
 
 
 def test_a_server_that_does_not_name_the_condition_refuses_a_second_file_too(bucket: str, faults: Faults) -> None:

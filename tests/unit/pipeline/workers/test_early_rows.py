@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -105,14 +107,19 @@ def test_a_row_that_was_sampled_again_is_scored_again() -> None:
     assert reward.calls == [[40, 41, 42, 43]]
 
 
-def test_a_failure_is_reported_by_the_node() -> None:
+def test_a_failure_is_reported_by_the_node_that_waits_for_the_call() -> None:
     reward = Lengths(fails=True)
-    reward.go.set()
     with opened(reward) as (scorer, parts):
-        scorer.accept(SHARD, rollout().rows(slice(0, 1)))
+        scorer.accept(OTHER, rollout().rows(slice(0, 1)))
         reward.begun.wait()
-        with pytest.raises(RewardFailed, match="'part0': no"):
-            scored(scorer, parts, rollout())
+        with ThreadPoolExecutor(1) as node:
+            asked = node.submit(scored, scorer, parts, rollout())
+            while not scorer._waiting_nodes:
+                time.sleep(0.001)
+            reward.go.set()
+            with pytest.raises(RewardFailed, match="'part0': no"):
+                asked.result()
+        assert reward.calls == [[40]]
         reward.fails = False
         np.testing.assert_array_equal(scored(scorer, parts, rollout()).scores, [1, 2, 3, 4])
 

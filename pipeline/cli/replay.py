@@ -154,8 +154,10 @@ class ReplayResult:
         expected = "difference must be 0"
         if self.tolerance:
             expected = f"another batch, layout or reward: floats may differ by {self.tolerance:g}, integers may not"
-        verdict = "identical" if self.is_identical else "as expected" if self.is_as_expected else "NOT as expected"
-        return Group(table, Text("\n".join([f"{verdict}: {expected}", *(f"not proven: {u}" for u in self.unproven)])))
+        conclusion = "identical" if self.is_identical else "as expected" if self.is_as_expected else "NOT as expected"
+        return Group(
+            table, Text("\n".join([f"{conclusion}: {expected}", *(f"not proven: {u}" for u in self.unproven)]))
+        )
 
 
 def command(options: argparse.Namespace) -> int:

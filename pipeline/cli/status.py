@@ -70,15 +70,15 @@ class _Slurm:
     because each further question might wait until its time limit."""
 
     def __init__(self) -> None:
-        self._silent: ConfigError | None = None
+        self._error: ConfigError | None = None
 
     def job_state(self, job_id: str) -> JobState | None:
-        if self._silent is not None:
-            raise self._silent
+        if self._error is not None:
+            raise self._error
         try:
             return job_state(job_id)
         except ConfigError as error:
-            self._silent = error
+            self._error = error
             raise
 
 

@@ -197,7 +197,7 @@ class WorkerMemory:
         return sum(self.items.get(name, 0) for name in _REMAINS)
 
     @property
-    def resting(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes that move from the device to the host's memory when the worker leaves the device to another gang.
         Items that stay on the device, or are freed and computed again, do not count. The host's memory stays allocated
         afterwards, because pinning it again would take longer than copying."""
@@ -269,8 +269,8 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
         items: dict[str, int] = {}
         for worker in here:
             name = worker.worker[0]
-            resting = worker.resting if run.on_gpus and name in alternating else 0
-            items[name] = items.get(name, 0) + worker.on_host + resting
+            offloaded = worker.offloaded_bytes if run.on_gpus and name in alternating else 0
+            items[name] = items.get(name, 0) + worker.on_host + offloaded
         files = {m.path: m.stored_bytes for w in here for m in _models_of(run, gangs[w.worker[0]]) if m.is_mapped}
         boards = _boards(run, [worker.worker for worker in here])
         shared = sum(Path(board or SHARED_MEMORY).is_relative_to(SHARED_MEMORY) for board in boards) * board_bytes(run)

@@ -7,7 +7,7 @@ for example that a repetition gives the same bits:
         ──► sentences
               ├─► line and event at the start, tag in MLflow
               ├─► `stageline check CONFIG` and `check RUN`
-              └─► beside the verdict of `stageline replay`
+              └─► beside the result of `stageline replay`
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from pipeline.doctor.jobs import Dtype, EngineJob, EngineResult, GeneratedRow
-from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding, NotApplicable
 from pipeline.doctor.training import ADVICE as TRAINING_ADVICE
 from pipeline.doctor.training import device_indices
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
@@ -71,7 +71,7 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
     because the engine takes minutes to start."""
     python = settings.engines.get(kind)
     if python is None:
-        raise Absent(f"no environment of {kind} (--engine {kind}=PYTHON)")
+        raise NotApplicable(f"no environment of {kind} (--engine {kind}=PYTHON)")
     problem = environment_problem(python, ENVIRONMENTS[kind])
     if problem is not None:
         raise Fault(f"{python}: {problem}", f"make the environment of {kind} again (docs/engine.md)")

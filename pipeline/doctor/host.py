@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.fitting import max_descriptors
-from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding
 from stages.models.kernels.blocks import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 

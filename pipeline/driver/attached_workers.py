@@ -272,8 +272,8 @@ class WorkerRegistry:
         index, versions = index if isinstance(index, int) else -1, message.get("versions")
         differ = version_problems(versions if isinstance(versions, dict) else {}, local_versions())
         why = next(differ, f"its request is none of this version of Stageline: {error}")
-        stranger = self._refuse_unwanted(gang, index, str(host))
-        return stranger or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
+        unwanted = self._refuse_unwanted(gang, index, str(host))
+        return unwanted or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
 
     def _refuse_unwanted(self, name: str, index: int, host: str) -> JoinRefused | None:
         """Return a refusal if the run has no such gang or index, or if this worker has joined already. Otherwise return

@@ -275,7 +275,7 @@ class Attempts:
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
         """Release the slots of the nodes in `addresses` that still run on `worker`. These nodes only wait for rows that
-        have moved to other replicas."""
+        have migrated to other replicas."""
         for address in addresses:
             attempt = self._attempts.get(address)
             if attempt is not None and attempt.worker == worker:

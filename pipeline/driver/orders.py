@@ -12,8 +12,8 @@ weights that the processes of a host share (`storage.weights`).
     the run ends ────────────────────► remove ─► other hosts remove their boards (with attached workers, the
                                                  publisher's host too, since the driver sees no board)
 
-    replicas ──report their rows──► MigrationPlanner ──moves──► orders to the source replicas
-    a shard whose rows have all moved away gives up its slot
+    replicas ──report their rows──► MigrationPlanner ──migrations──► orders to the source replicas
+    a shard whose rows have all migrated gives up its slot
 
     a shard's scores are submitted while it is generated ──► the replica sends each finished row to the scoring worker,
                                                              if a reward is slow
@@ -160,20 +160,20 @@ class MigrationOrders:
 
     def order_migrations(self) -> None:
         """Order replicas to send rows to other replicas, so that all rows are finished sooner. The planner decides
-        which rows move (`MigrationPlanner`). Do nothing unless `cluster.migrate_rows` is set."""
+        which rows migrate (`MigrationPlanner`). Do nothing unless `cluster.migrate_rows` is set."""
         dispatch, pool = self._context.dispatch, self._pool
         if not self._context.cluster.migrate_rows:
             return
-        for number, move in self._migration_planner.next_migrations(
+        for number, migration in self._migration_planner.next_migrations(
             dispatch.replicas_up(pool),
             dispatch.busy_replicas(pool),
             dispatch.versions_waiting_for_slot(pool),
             self._context.now(),
         ):
-            incarnation = self._supervision.spec((pool, move.source)).incarnation
-            target = self._supervision.address((pool, move.target))
-            order = MigrationOrder(number, pool, move.source, incarnation, target, move.rows)
-            order_migration(self._context.client, self._supervision.address((pool, move.source)), order)
+            incarnation = self._supervision.spec((pool, migration.source)).incarnation
+            target = self._supervision.address((pool, migration.target))
+            order = MigrationOrder(number, pool, migration.source, incarnation, target, migration.rows)
+            order_migration(self._context.client, self._supervision.address((pool, migration.source)), order)
 
     def on_report(self, report: RowsReport | MigrationDone) -> tuple[Address, ...]:
         """Take a replica's report of its rows, or of a finished migration. Return the replica's nodes that only wait

@@ -120,7 +120,7 @@ class Costs:
         alone = self.calibration.generate.node_s + self.calibration.turnaround_s
         return alone + self.calibration.beside_s * beside
 
-    def behind_s(self, gang: str, stage: str) -> float:
+    def writeback_s(self, gang: str, stage: str) -> float:
         """Return the seconds at the end of a node in which its worker already computes the next node of the gang
         (`pipeline/workers/turns.py`). 0 unless the gang has a single rank. 0 for updates and publications too: their
         worker may not go on before the commit."""

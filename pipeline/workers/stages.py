@@ -34,7 +34,7 @@ from pipeline.workers.early_rows import EarlyScorer
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, require_part
-from pipeline.workers.turns import Turn
+from pipeline.workers.turns import ComputeTurn
 from pipeline.workers.weight_transfer import TransferStats
 from stages.advantage import advantage
 from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
@@ -92,7 +92,7 @@ class SelfCommittingStage:
     """A stage that changes or publishes weights. Its function looks for the node's commit by itself, and writes it if
     there is none."""
 
-    run: Callable[[WorkerParts, Call, Turn], Commit | None]
+    run: Callable[[WorkerParts, Call, ComputeTurn], Commit | None]
     """Function that runs the node in the call's turn, which it may end, and returns the node's commit; None on ranks
     other than 0."""
 
@@ -340,7 +340,7 @@ EXPORT = "export"
 """Name of the background work that writes an export."""
 
 
-def update(parts: WorkerParts, call: Call, turn: Turn, *, role: Role) -> Commit | None:
+def update(parts: WorkerParts, call: Call, turn: ComputeTurn, *, role: Role) -> Commit | None:
     """Update a role's model from version `step` to `step + 1`. The turn does not end before the commit: only then the
     model may be used again."""
     del turn
@@ -363,7 +363,7 @@ def update(parts: WorkerParts, call: Call, turn: Turn, *, role: Role) -> Commit 
     return winner
 
 
-def publish_version(parts: WorkerParts, call: Call, turn: Turn) -> Commit | None:
+def publish_version(parts: WorkerParts, call: Call, turn: ComputeTurn) -> Commit | None:
     """Publish a version of the policy, and export it if the config asks for this version. Return the commit on rank 0,
     and None on other ranks. A version that has a commit is published again if its weights are gone from memory; its
     commit stays."""

@@ -246,7 +246,7 @@ class CollectiveWatch:
             except dist.DistNetworkError as error:
                 answer.put(error)
 
-        Thread(target=ask, name="roll-call", daemon=True).start()
+        Thread(target=ask, name="find-missing-ranks", daemon=True).start()
         try:
             received = answer.get(timeout=min(self._timeout_s, _LONGEST_ANSWER_S) + _ANSWER_S)
         except Empty:

@@ -50,7 +50,7 @@ from stages.models.config import Offload, OptimizerConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, run_backward
 from stages.models.gradient_buffers import Loss, complete_weights, in_buffers, registering, settle, unbind
 from stages.models.matrix_optimizers import MatrixOptimizer, parts_of
-from stages.models.offload import Residence, allocate, release, storages
+from stages.models.offload import OffloadableTensors, allocate, release, storages
 from stages.models.protocol import NonFiniteGradientsError, Role
 from stages.ppo.losses import LossStats
 
@@ -158,8 +158,8 @@ class Trainer:
                 group["foreach"], group["fused"] = False, True
         else:
             inner.optimizer = BlockAdamW(self._adam, self._moments_dtype)
-        self.weights = Residence(model.parameters)
-        self.optimizer_state = Residence(self._beside_weights)
+        self.weights = OffloadableTensors(model.parameters)
+        self.optimizer_state = OffloadableTensors(self._beside_weights)
         """Master weights and moments, which `sleep` offloads separately from the weights."""
         self._keeps_gradients = offload == "none"
         self._release_gradients()

@@ -25,7 +25,7 @@ from stages.engines.row_loads import MigrationRequest, PassCost, RowKey
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
-from storage.weights import FilePlace, WeightAttempt, WeightBoard
+from storage.weights import FilePlace, WeightBoard, WeightWrite
 from tests.support.faulty_sender import first_time, use_faulty_sender
 from tests.support.waiting import until
 
@@ -261,11 +261,11 @@ DAMAGED = 2
 class PerturbingBoard(WeightBoard):
     """Owns what `WeightBoard` does."""
 
-    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
-        turned = next(place.name for place in attempt.places if "down_proj" in place.name)
-        if attempt.version == DAMAGED and place.name == turned:
+    def put(self, write: WeightWrite, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        turned = next(place.name for place in write.places if "down_proj" in place.name)
+        if write.version == DAMAGED and place.name == turned:
             rows = -rows
-        super().put(attempt, place, rows, start, stride)
+        super().put(write, place, rows, start, stride)
 
 
 class PerturbedBoardRuntime(StageRuntime):
@@ -283,11 +283,11 @@ class StaleBoard(WeightBoard):
         super().__init__(directory)
         self.before: dict[tuple[str, int], np.ndarray] = {}
 
-    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
-        if attempt.version == DAMAGED:
+    def put(self, write: WeightWrite, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        if write.version == DAMAGED:
             rows = self.before[place.name, start]
         self.before[place.name, start] = rows.copy()
-        super().put(attempt, place, rows, start, stride)
+        super().put(write, place, rows, start, stride)
 
 
 class StaleBoardRuntime(StageRuntime):
@@ -378,11 +378,11 @@ class StruckBoard(WeightBoard):
         self._control = control
         self._seen = 0
 
-    def sees(self, attempt: WeightAttempt) -> bool:
-        self._seen += attempt.version == 2
+    def sees(self, write: WeightWrite) -> bool:
+        self._seen += write.version == 2
         if self._seen == 2 and first_time(self._control, "writer"):  # after the look that rank 0 asks all ranks for
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().sees(attempt)
+        return super().sees(write)
 
 
 class DyingScorerRuntime(StageRuntime):

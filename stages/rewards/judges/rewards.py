@@ -151,7 +151,7 @@ class JudgeReward(Reward):
                 "messages": missing[key].body["messages"],
                 "time": round(time.time(), 3),
                 "seconds": received.seconds,
-                "attempts": received.attempts,
+                "attempts": received.tries,
             }
             self._cache.add(key, received.answer, about)
 

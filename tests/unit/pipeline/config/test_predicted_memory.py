@@ -240,10 +240,10 @@ def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
     assert 0 < replica.remaining == replica.items["CUDA context"]
     assert [*memory_problems(in_turn, MemoryLimits(math.inf, on_device - 1, 8))]
     assert not list(memory_problems(in_turn, MemoryLimits(math.inf, on_device, 8)))
-    resting = sum(worker.resting for worker in workers if worker.worker[0] in ("all", "generate"))
-    assert host_bytes(in_turn, workers) - host_bytes(together, workers_memory(together)) == resting > 0
+    offloaded = sum(worker.offloaded_bytes for worker in workers if worker.worker[0] in ("all", "generate"))
+    assert host_bytes(in_turn, workers) - host_bytes(together, workers_memory(together)) == offloaded > 0
     for worker in workers:
-        assert worker.resting <= worker.on_device
+        assert worker.offloaded_bytes <= worker.on_device
 
 
 VLLM = ("engine.kind=vllm", "engine.python=x", "model.path=x", "engine.max_rows=2")

@@ -1,4 +1,4 @@
-"""Each test of `stageline doctor` names the fault that is planted in it. The whole ladder, without a fault, runs in
+"""Each test of `stageline doctor` names the fault that is planted in it. All tests in order, without a fault, run in
 tests/integration/test_whole_doctor.py."""
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from pipeline.doctor.jobs import (
     predicted_peak_bytes,
     predicted_state_bytes,
 )
-from pipeline.doctor.ladder import (
-    Absent,
+from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import (
     DoctorResult,
     DoctorSettings,
     DoctorTest,
     Fault,
     Finding,
+    NotApplicable,
     Status,
     load_lazily,
     run_tests,
 )
-from pipeline.doctor.processes import Program, run_together
 from stages.models.spec import RANDOM_TINY, read_config
 from storage.codec import encode
 
@@ -465,10 +465,11 @@ def test_an_environment_without_its_engine(settings: DoctorSettings) -> None:
 
 
 def test_the_ladder_stops_at_the_first_fault(settings: DoctorSettings) -> None:
-    """An error that nobody has foreseen is a fault of its test, with its traceback. Absent things are none."""
+    """An error that nobody has foreseen is a fault of its test, with its traceback. A part that the machine does not
+    have is none."""
 
     def absent(settings: DoctorSettings) -> Finding:
-        raise Absent("no such thing")
+        raise NotApplicable("no such thing")
 
     def broken(settings: DoctorSettings) -> Finding:
         raise ZeroDivisionError("1 / 0")

@@ -51,39 +51,6 @@ from storage.config import Durability
 from storage.problems import WORDS, Problem, mentions, setting_problems, type_text, value_text
 from storage.redaction import redacted
 
-MOVED = {
-    "cluster.host": ["cluster.address=HOST"],
-    "cluster.migrate_rows_below": ["cluster.migrate_rows=true"],
-    "cluster.move_rows_below": ["cluster.migrate_rows=true"],
-    "cluster.port": ["cluster.address=:PORT"],
-    "cluster.scheduler_file": ["`stageline worker RUN`, which finds the file in the run's directory"],
-    "engine.embedded.cuda_graphs": ["engine.cuda_graphs"],
-    "engine.embedded.pipeline_groups": ["none: there is one group of rows per stage (engine.pipeline_parallel)"],
-    "engine.slots": ["engine.max_rows"],
-    "engine.start_s": ["cluster.start_timeout_s"],
-    "engine.tensorrt_llm.unload_engine_train": ["placement.device_sharing"],
-    "engine.update": ["rollout.versions=inflight, or exact or latest for drain"],
-    "engine.vllm.cuda_graphs": ["engine.cuda_graphs"],
-    "engine.vllm.sleep_level": ["placement.device_sharing"],
-    "evaluate.reward.trust_answers": ["reward.trust_answers"],
-    "mismatch.stop": ["alarms.stop=[mismatch]"],
-    "model.critic.reuse_forward": ["model.reuse_forward=[critic]"],
-    "model.policy.reuse_forward": ["model.reuse_forward=[policy]"],
-    "placement.share_devices": ["placement.oversubscribe"],
-    "placement.turns": ["placement.device_sharing"],
-    "ppo.center_scores": ["reward.normalize.mean"],
-    "ppo.group_scale": ["ppo.advantage=group (std) or group_mean (none)"],
-    "ppo.mask_truncated": ["ppo.truncated=mask"],
-    "slurm.array_at_once": ["`stageline sweep --at-once N`"],
-    "slurm.constraint": ["slurm.sbatch"],
-    "slurm.container_image": ["slurm.command"],
-    "slurm.gpus": ["slurm.gres=null"],
-    "slurm.modules": ["slurm.environment"],
-    "slurm.qos": ["slurm.sbatch"],
-}
-"""Key of an earlier release of Stageline -> what the error about this key tells the user to write now: keys, a key with
-its value, or a command. For example, `engine.update=drain` is now `rollout.versions=exact` or `latest`.
-"""
 SYNONYMS = {
     "model.path": ("model_name_or_path", "model_path", "sft_model_path", "pretrain"),
     "model.reference_path": ("ref_model", "ref_model_path", "ref.model_name_or_path"),
@@ -151,6 +118,9 @@ SYNONYMS = {
     "placement.device_sharing": ("hybrid_engine", "colocate_all", "enable_sleep"),
     "placement.gangs.NAME.workers": ("n_gpus_per_node", "nnodes", "num_engines"),
     "slurm.gangs.NAME.nodes": ("nnodes",),
+    "slurm.command": ("container_image",),
+    "slurm.environment": ("modules",),
+    "slurm.sbatch": ("constraint", "qos"),
     "steps": ("max_steps", "num_train_epochs", "total_episodes", "total_epochs", "total_training_steps"),
     "staleness": ("async_enable", "async_queue_size", "max_off_policy_threshold", "trainer_mode"),
     "name": ("experiment_name", "run_name"),
@@ -287,7 +257,7 @@ def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: 
         otherwise = "; ".join(filter(None, [otherwise, "docs/coming-from.md has the names that other systems use"]))
     for inside in inner:
         word = inside.rpartition(".")[2].lower()
-        meant = MOVED.get(f"{prefix}{inside}") or _suggestions(f"{prefix}{inside}", prefix, siblings, root_schema)
+        meant = _suggestions(f"{prefix}{inside}", prefix, siblings, root_schema)
         unsupported = difflib.get_close_matches(word, UNSUPPORTED, 1, _MIN_SIMILARITY)
         if meant:
             yield inside, f"; did you mean {', '.join(meant)}?"
@@ -510,10 +480,12 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
     return config
 
 
-def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
-    """Return the content of one file as an object of the dataclass `schema`. Raises ConfigError if the file cannot be
-    read, or has an unknown key, a value of a wrong type or a missing value. Nothing else is checked."""
-    return _load(schema, _sources([file], []))
+def load_file(schema: type, file: str | os.PathLike[str]) -> tuple[Any, list[str]]:
+    """Return the content of one file as an object of the dataclass `schema`, and the file's top-level keys. Raises
+    ConfigError if the file cannot be read, or has an unknown key, a value of a wrong type or a missing value. Nothing
+    else is checked."""
+    ((_, content),) = sources = _sources([file], [])
+    return _load(schema, sources), [*map(str, content)]
 
 
 def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> list[Source]:

@@ -52,7 +52,7 @@ from pipeline.workers.scheduler_file import (
     write_scheduler_file,
 )
 from stages.models.protocol import Role
-from storage import files
+from storage import codec, files
 from storage.errors import StoreError
 from storage.host import family_of, private_directory
 
@@ -226,8 +226,8 @@ class WorkerRegistry:
         """Answer a join request. If the worker joins, return when its connection ends."""
         now = time.time()
         try:
-            request = JoinRequest.from_message(message)
-        except TypeError as error:
+            request = codec.from_document(JoinRequest, message)
+        except codec.NotARecord as error:
             await self._refuse(connection, self._refuse_other_version(message, error))
             return
         refused = self._refuse_unwanted(request.gang, request.index, request.host)
@@ -266,7 +266,7 @@ class WorkerRegistry:
         with suppress(OSError):
             await connection.write({"refused": refused.text})
 
-    def _refuse_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
+    def _refuse_other_version(self, message: Mapping[str, Any], error: codec.NotARecord) -> JoinRefused:
         """Return the refusal of a worker whose request does not have the format of this version of Stageline."""
         gang, index, host = str(message.get("gang")), message.get("index"), message.get("host")
         index, versions = index if isinstance(index, int) else -1, message.get("versions")

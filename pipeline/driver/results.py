@@ -56,7 +56,6 @@ from pipeline.observe.timeline import overlap_by_step, run_timeline
 from pipeline.observe.tracking import (
     Dataset,
     MlflowTracker,
-    NullTracker,
     RunStatus,
     Tracker,
     experiment_id,
@@ -85,7 +84,7 @@ def open_history(config: RunConfig) -> History:
 def open_tracker(config: RunConfig) -> Tracker:
     """Open tracking for a run that starts or resumes. `conclude_run` closes it."""
     if config.tracking.uri is None:
-        return NullTracker()
+        return Tracker()
     paths = RunPaths(config.run_dir)
     commit = git_commit()
     resumes = len(read_run_starts(paths.events))

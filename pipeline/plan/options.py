@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.config.fitting import RECOMPUTES
 from pipeline.config.memory import PlannedRun, engine_memory, row_cache_bytes, worker_memory
 from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
@@ -32,12 +33,6 @@ _SAMPLED = 4
 compute all of them."""
 _FILLED = 0.95
 """Largest share of a GPU's free memory that an engine's cache gets."""
-_RECOMPUTES = (
-    LayoutConfig(),
-    LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
-    LayoutConfig(recompute="full"),
-)
-"""Ways to recompute activations, from the fastest to the one that saves the most memory."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
         data, cut = divmod(devices, tensor * pipeline)
         if cut or tensor > per_node or any(number % data for number in rows):
             continue
-        for saving in _RECOMPUTES:
+        for saving in RECOMPUTES:
             layout = replace(
                 saving,
                 tensor=tensor,

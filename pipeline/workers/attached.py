@@ -56,7 +56,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
@@ -468,14 +468,6 @@ class JoinRequest:
     board_free: int
     """Bytes for published weights on the worker's host: the free bytes, plus the bytes that this run's weights take
     already."""
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> JoinRequest:
-        """Return the request in a message. Raises TypeError if a field is missing."""
-        missing = [field.name for field in fields(cls) if field.name not in message]
-        if missing:
-            raise TypeError(f"it does not say {', '.join(missing)}")
-        return cls(**{field.name: message[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

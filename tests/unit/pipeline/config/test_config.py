@@ -335,7 +335,7 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
     [
         ("stalenes=1", "staleness"),
         ("run_dir=x", "runs_dir"),  # derived, an attribute of the config
-        ("ppo.center_scores=true", "reward.normalize.mean"),  # an old name
+        ("slurm.qos=long", "slurm.sbatch"),
         ("cluster.migrate_rows_below=8", "cluster.migrate_rows=true?"),
         ("engine.kernels=torch", "engine.embedded.kernels"),  # the same word elsewhere
         ("placement.gangs.train.worker=2", "placement.gangs.train.workers"),

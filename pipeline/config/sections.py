@@ -208,6 +208,9 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
         for key, value in given.items():
             if value is not None:
                 yield Problem(key, value, "needs cluster.kind=attached: local workers are reached by 127.0.0.1 alone")
+        if config.arrival_timeout_s != ClusterConfig.arrival_timeout_s:
+            need = "needs cluster.kind=attached: the driver starts local workers itself (cluster.start_timeout_s)"
+            yield Problem("cluster.arrival_timeout_s", config.arrival_timeout_s, need)
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def submitted(folder: Path, name: str, *changes: str) -> tuple[RunConfig, str]:
     """A run that was submitted, and its job's number."""
     file, *overrides = arguments(folder, name, PLACED, *JOB, *changes)
     assert main(["submit", file, *overrides]) == 0
-    config = load_config([file], overrides)
+    config = load_config([file], [*overrides, "cluster.kind=attached"])  # as the job has it
     return config, job_of(config)
 
 

@@ -209,6 +209,7 @@ REFUSED = {
     "tracking.also=[wandb] tracking.experiment=a/b": "tracking.experiment",
     "runs_dir=s3://bucket/runs": "runs_dir",
     "cluster.kind=attached cluster.address=a cluster.interface=b": "cluster.address",
+    "cluster.arrival_timeout_s=60": "cluster.arrival_timeout_s",
     "cluster.dashboard=foo": "cluster.dashboard",
     "cluster.dashboard=127.0.0.1:70000": "cluster.dashboard",
     "cluster.address=n1": "cluster.address",

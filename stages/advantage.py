@@ -135,8 +135,7 @@ def _shape_scores(
 
 
 def _whitened_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, cfg: PPOConfig) -> torch.Tensor:
-    """Return the rewards, whitened if the config asks for it. Tokens outside the loss mask do not count in the
-    moments."""
+    """Return the rewards, whitened within the loss mask if the config asks for it."""
     return masked_whiten(rewards, loss_mask, keep_mean=True) if cfg.whiten_rewards else rewards
 
 
@@ -240,8 +239,7 @@ def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tenso
 def _ref_kl_metrics(
     rollout: Rollout, log_policy: torch.Tensor, log_ref: torch.Tensor, cfg: PPOConfig
 ) -> dict[str, float]:
-    """Return the metrics of the KL to the reference. `log_policy`: log pi_prox, or log mu if no proximal policy was
-    computed."""
+    """Return the metrics of the KL to the reference. `log_policy`: log pi_prox, else log mu."""
     log_mu, mask = rollout.sampler_logprobs, rollout.response_mask
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 

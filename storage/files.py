@@ -487,9 +487,8 @@ _NO_REQUEST = (("botocore.exceptions", "BotoCoreError"),)
 
 
 def _classes(*names: tuple[str, str]) -> tuple[type[Exception], ...]:
-    """Return the classes in `names`, which has (module, class) pairs. Classes of modules that are not imported yet are
-    left out: such a module cannot have raised an error. To import it would take time in every process of a run that
-    uses no object store."""
+    """Return the classes of (module, class) pairs. A module that is not imported cannot have raised an error, and
+    importing it would slow down every process without an object store."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
 
 

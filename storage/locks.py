@@ -250,8 +250,7 @@ def _last_holder(lock: IO[str]) -> Holder | None:
 
 
 def _time(path: Path) -> int:
-    """Return the file's modification time in nanoseconds. Opens the file anew, because a network filesystem then asks
-    its server."""
+    """Return a file's modification time. Opening it makes a network filesystem ask its server."""
     with path.open() as file:
         return os.fstat(file.fileno()).st_mtime_ns
 

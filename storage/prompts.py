@@ -108,8 +108,7 @@ def _parquet(url: str) -> Iterator[Row]:
 
 
 def _reason(error: Exception, url: str) -> str:
-    """Return the message of an error. If the message is only the URL (fsspec's errors about web pages), return the
-    message of the error's cause."""
+    """Return an error's message, or its cause's if it is only the URL (fsspec's errors about web pages)."""
     return str(error.__cause__ or error) if str(error) == url else str(error)
 
 

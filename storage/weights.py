@@ -327,8 +327,7 @@ class WeightBoard(Closing):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tried(self, version: int, act: Callable[[], T]) -> T:
-        """Return the result of `act`. If `act` raises an error of the filesystem, the path of the version's files is
-        added to the message."""
+        """Return the result of `act`. The path is added to errors of the filesystem."""
         return retried(act, str(self.directory / stem(version)), 0.0)
 
     def _begin(self, path: Path, num_bytes: int) -> None:
@@ -432,8 +431,7 @@ def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> t
 
 
 def _file_bytes(places: Iterable[FilePlace]) -> int:
-    """Return the length in bytes of a version's file: its tensors and the gaps between them, but at least one page,
-    because an empty file could not be mapped."""
+    """Return the length of a version's file, at least a page: an empty file could not be mapped."""
     return max(mmap.PAGESIZE, *(place.offset + place.nbytes for place in places), 0)
 
 

@@ -224,16 +224,8 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayR
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
-    """Check if the run's engine can draw the same tokens again in the replay of a stage. Return sentences for the user
-    about what the replay will not prove.
-
-    There is one sentence if the engine repeats its draws except for rounding: rounding alone can then explain a
-    different token. There is none if the replay proves everything, if the stage draws no tokens, or if the node has no
-    commit. Without a commit there is no output to compare with.
-
-    Raises:
-        ConfigError: the engine cannot repeat its draws, so the replay would prove nothing.
-    """
+    """Return a sentence for the user if rounding alone may explain a different token in the replay of a stage. Raises
+    ConfigError if the engine cannot repeat its draws at all."""
     if stage not in DRAWING or commit is None:
         return ()
     problem = replay_problem(config.capabilities())
@@ -247,9 +239,7 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """Return what the run's engine keeps the same in a row if the other rows of its batch change: bits, tokens or none
-    (`Capabilities.invariance`). The set has several values if the engine ran on several kinds of devices, with
-    different guarantees."""
+    """Return the engine's `Capabilities.invariance`: several values if it ran on several kinds of devices."""
     return {config.capabilities(d).invariance for d in recorded_devices(config, read_identity(config.run_dir))}
 
 
@@ -276,15 +266,8 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
 
 
 def _used_version(config: RunConfig, node: Node, commit: Commit | None) -> int:
-    """Return the version of the weights that a node used. The version comes from
-
-    - the commit, if the node is a committed shard of a sampling stage,
-    - the node's last event in the journal that has a version, if the node has no commit and its version depends on
-      timing,
-    - the graph in all other cases.
-
-    Raises:
-        ConfigError: several versions sampled the shard."""
+    """Return the version of the weights that a node used. Without a commit, a version that depends on timing is in the
+    journal. Raises ConfigError if several versions sampled the shard."""
     if commit is not None and node.stage in SAMPLING:
         return _sampled_version(commit, node.address.shard)
     if commit is not None or node.newest_version is None:

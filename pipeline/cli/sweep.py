@@ -242,19 +242,8 @@ def _comparison(configs: Sequence[RunConfig], points: Sequence[SweepPoint], code
 
 
 def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_array: bool, has_other_jobs: bool) -> None:
-    """Refuse settings that cannot work if runs of a sweep run at the same time.
-
-    Args:
-        config: the config of one of the runs.
-        max_running: maximum number of runs at the same time, or None.
-        is_array: True if the runs are tasks of one job array.
-        has_other_jobs: True if another run of the sweep has a job already.
-
-    Raises:
-        ConfigError: `max_running` is given, but the runs are separate jobs, whose number Slurm cannot limit. Or several
-            runs may write to MLflow's sqlite file at the same time. SQLite allows one writer at a time, and its locks
-            do not work between several nodes.
-    """
+    """Raise ConfigError for settings that cannot work if several runs of a sweep run at the same time. Slurm limits
+    only the tasks of an array. SQLite's locks do not work between nodes."""
     uri = config.tracking.uri
     if max_running is not None and not is_array:
         need = "the runs are a job each, since they are heterogeneous or ask for different nodes, and Slurm starts all"

@@ -184,14 +184,8 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return worker -> indices of its GPUs, for a gang that uses the same GPUs as another gang, its leader. The workers
-    get the leader's GPUs in ascending order of the indices. After the last GPU the order begins again.
-
-    Args:
-        leader: name of the leader.
-        following: the workers of the gang that uses the leader's GPUs, in groups (`_Unit`).
-        assigned: worker -> indices of its GPUs. It must contain the leader's workers.
-    """
+    """Return worker -> indices of its GPUs, for a gang that uses the GPUs of the gang `leader`: in ascending order, and
+    from the first again after the last."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:

@@ -690,17 +690,9 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
 
 
 def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
-    """Yield more problems of a config that has errors already, so that a user sees all problems at once. Missing and
-    wrong settings have provisional values here. A problem that mentions such a setting is skipped, because the
-    provisional value may have caused it. Yield nothing at all if the value of a setting interpolates a wrong setting
-    (`${...}`).
-
-    Args:
-        merged: the config. It is changed: the missing settings get placeholders.
-        missing: key paths of the settings without a value.
-        refused: key paths of the wrong settings. In `merged`, each of them has its default or the value of another
-            source in place of the wrong value.
-    """
+    """Yield further problems of a config that has errors already. A problem that mentions a missing or refused setting
+    is skipped, because its provisional value in `merged` may be the cause. Nothing is yielded if a value refers to a
+    refused setting (`${...}`)."""
     OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
         OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), key))
@@ -726,13 +718,9 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
 
 
 def _default_placement(sources: Sequence[Source]) -> DictConfig:
-    """Return the default placement, into which the sources are merged next. Return an empty config if a source has a
-    section `placement.roles` with a role other than `advantage`. Such a source replaces the whole placement. The
-    sources must then place all roles except `advantage`.
-
-    An override of a single role (`placement.roles.critic=other`) is an exception: it replaces nothing, and only changes
-    the default placement.
-    """
+    """Return the default placement, or an empty config if a source has a whole section `placement.roles`: it must then
+    place all roles except `advantage`. An override of one role (`placement.roles.critic=other`) only changes the
+    default."""
     named: set[str] = set()
     for name, source in sources:
         placement = source.get("placement") if isinstance(source, DictConfig) else None

@@ -369,9 +369,8 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
 
 
 def _converted_bytes(run: PlannedRun) -> int:
-    """Return the maximum number of bytes that an export takes to convert the tensors of one file to the run's dtype. 0
-    if the model's files have this dtype. Only tensors that are not trained are converted: trained tensors are written
-    from the published version."""
+    """Return the most bytes that an export takes to convert a file's untrained tensors to the run's dtype. Trained
+    tensors are written from the published version."""
     dtype = run.config.model.dtype
     unchanged = parameters(run.spec) - _published_parameters(run)
     return 0 if run.model.stored_dtype == dtype else min(MAX_FILE_BYTES, DTYPE_BYTES[dtype] * unchanged)

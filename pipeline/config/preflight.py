@@ -267,8 +267,7 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
 
 
 def _check_scorer(config: RunConfig, key: str, path: str) -> None:
-    """Raise ConfigError if the config.json of a reward's model cannot be read, or if the layout of the gang that scores
-    cannot divide the model. `key`: key path of the model's directory."""
+    """Raise ConfigError if a reward's model cannot be read, or the scoring gang's layout cannot divide it."""
     check_scorer_layout(config, path, read_model(key, path, weights=False))
 
 
@@ -810,8 +809,7 @@ def _tokenised(config: RunConfig, tokenizer: Tokenizer, source: PromptsConfig, s
 
 
 def _read_items(config: RunConfig) -> None:
-    """Read the sources of the training prompts and of the evaluated prompts, only to check them. Raises ConfigError if
-    one cannot be read."""
+    """Read all prompt sources, only to check them. Raises ConfigError."""
     sources = {"prompts": config.prompts, "evaluate.prompts": config.evaluation_source}
     run_checks(*(partial(_check_items, source, section) for section, source in sources.items() if source is not None))
 

@@ -359,7 +359,6 @@ def _engine_problem(config: RunConfig, key: str, given: object, need: str) -> Pr
 
 
 def _other_engines_text(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
-    """Return the part of a message that suggests the engines whose capabilities satisfy `can`, or "" if there are
-    none."""
+    """Return the part of a message that suggests engines with a capability, or ""."""
     others = able(config.engine, "cpu", can)
     return f" (or engine.kind={' or '.join(others)})" if others else ""

@@ -215,8 +215,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def _cuda_of_driver() -> str | None:
-    """Return the newest CUDA version that the driver supports, such as "13.0". None if `nvidia-smi` does not print
-    one."""
+    """Return the newest CUDA version that the driver supports, such as "13.0"."""
     match = re.search(r"CUDA Version:\s*([\d.]+)", _smi())
     return None if match is None else match[1]
 

@@ -152,10 +152,8 @@ def next_driver_number(run_dir: Path) -> int:
 
 
 def _read_number(count: Path) -> int:
-    """Return the number of a run's newest driver, from the file `count`. Return 0 if the file is missing, or was cut
-    off on a full disk. A wrong 0 does little harm, because `next_driver_number` also looks at the newest scheduler
-    file. In the worst case a new driver gets the number of an earlier driver, and its files get the same names.
-    `next_driver_number` has removed the earlier files by then."""
+    """Return the number of a run's newest driver, or 0 if the file is missing or cut off (a full disk). A wrong 0 is
+    harmless: `next_driver_number` also looks at the newest scheduler file, and removes earlier drivers' files."""
     try:
         return int(count.read_text())
     except (FileNotFoundError, ValueError):
@@ -290,8 +288,7 @@ class WorkerRegistry:
         return None if text is None else JoinRefused(name, index, text, fatal=False)
 
     def _board_bytes_of(self, request: JoinRequest) -> int:
-        """Return the bytes of weights that must fit into the shared memory of this worker's host. 0 if its gang neither
-        generates nor trains the policy."""
+        """Return the bytes of published weights that this worker's host needs room for."""
         return 0 if self._gangs[request.gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}) else self._board_bytes
 
     def _gpus_for(self, request: JoinRequest) -> tuple[int, ...] | str:

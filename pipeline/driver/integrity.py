@@ -277,8 +277,7 @@ def unneeded_outputs(
 
 
 def _usable_checkpoints(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
-    """Return the versions of a role that have both a checkpoint that looks complete and a commit of the update that
-    made them."""
+    """Return the versions with both a complete-looking checkpoint and the commit of the update that made them."""
     stage = update_stages(history.spec)[role]
     return [v for v in checkpoints.versions(role) if _has_commit(history, Address(stage, v - 1))]
 

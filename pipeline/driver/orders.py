@@ -113,16 +113,8 @@ class WeightOrders:
             remove_boards(self._client, self._with_unseen_boards(addresses))
 
     def _with_unseen_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the Dask addresses of the workers whose directory of published weights is not managed by the driver
-        (`storage.weights`).
-
-        - Without attached workers, the driver manages one directory: the publisher's, on the driver's host. The result
-          has the replicas that use another directory (`_with_other_boards`).
-        - With attached workers, the driver manages no directory. The result has the publisher and all generating
-          replicas.
-
-        `addresses`: worker name -> its Dask address. Workers that are missing there are left out.
-        """
+        """Return the Dask addresses of the workers whose board the driver does not manage. Without attached workers it
+        manages the publisher's board on its own host, otherwise none."""
         elsewhere = self._with_other_boards(addresses)
         if not self._all_unseen:
             return elsewhere

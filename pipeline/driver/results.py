@@ -390,8 +390,7 @@ def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
 
 
 def _scoring_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reward's config section that decide the scores. Settings that process the scores later
-    are left out."""
+    """Return the settings of a reward's section that decide the scores."""
     return {key: section.get(key) for key in ("kind", "args", "parts")}
 
 

@@ -456,13 +456,9 @@ class _Driver(ExecutorEvents):
             callback(step, dict(metrics))
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Report how far engine and trainer differ at a version. If they differ too much, write an alarm to the journal
-        and to the screen.
-
-        Normally the method `_report_step` logs the `metrics` later, together with the other metrics of step `version`,
-        because MLflow lists metrics in the order in which they were first logged. They are logged here if there is an
-        alarm, if the metrics of that step are already logged, or if the run has no such step.
-        """
+        """Report how far engine and trainer differ at a version. The metrics are normally logged by `_report_step`,
+        because MLflow lists metrics in the order of their first logging; here only after an alarm, or if that step is
+        logged or missing."""
         text = canary_alarm_text(version, metrics)
         if text is not None or version in self._tracked_steps or version == self._config.steps:
             self._tracker.log_metrics(version, metrics)

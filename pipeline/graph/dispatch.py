@@ -370,8 +370,7 @@ class Dispatch:
         entry.is_ready = is_ready
 
     def _is_busy(self, gang: str) -> bool:
-        """Return True if anything is handed out to a gang. A node that has released its slot counts too, because a
-        replica still has the node's rows."""
+        """Return True if a gang has nodes, or rows of nodes that have released their slots."""
         state = self._gangs[gang]
         return bool(state.submitted or state.without_slot or self.busy_replicas(gang) or any(state.loads.values()))
 

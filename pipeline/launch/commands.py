@@ -156,8 +156,7 @@ def _one_line_error(complaint: str) -> str:
 
 
 def _key_of(complaint: str) -> str:
-    """Return the setting that an error message concerns, judged by its words. If it contains no known word, return
-    `slurm`."""
+    """Return the setting that Slurm's complaint is about, judged by its words."""
     return next((key for word, key in _KEYS.items() if word in complaint.lower()), "slurm")
 
 

@@ -194,10 +194,7 @@ def _node_group_text(group: NodeGroup, gres: str | None) -> str:
 
 
 def _sbatch_pattern(folder: Path, name: str) -> Path:
-    """Return the path of a file as a filename pattern of sbatch, in which % is escaped.
-
-    Raises:
-        ConfigError: the path contains a line break or a backslash, which sbatch does not support."""
+    """Return a path as a filename pattern of sbatch. Raises ConfigError for a path that sbatch does not support."""
     if re.search(r"[\\\n\r]", str(folder)):
         need = "Slurm writes no output below a directory with a \\ or the end of a line in its name"
         raise ConfigError("runs_dir", f"given {str(folder)!r}; {need}")

@@ -145,12 +145,8 @@ class _Group:
 
 
 def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
-    """Choose a node for each worker. Return worker -> index of its node. A group consists of the workers of one gang
-    that must be on the same node. If there is no room for a group, return this group instead.
-
-    First, the groups are placed gang by gang, the gang that needs the most devices first. If this fails, all groups are
-    placed again, the largest group first.
-    """
+    """Return worker -> index of its node, or a group of workers for which there is no room. The gang with the most
+    devices is placed first; if that fails, the largest group of any gang."""
     gangs = sorted(config.gangs(), key=lambda gang: -_size_of_gang(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     packed = _first_fit(config, cluster, num_gpus, groups)

@@ -190,15 +190,9 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-    """Open all files of the journal. Return (path, open file) of each, oldest first.
-
-    The file that is being written, `events.jsonl`, is opened first. The driver may rename it to a numbered file before
-    the numbered files are listed. It is then in that list too. The function recognises it by its inode and ends the
-    list there. Numbered files after it contain only events that were written after it was opened.
-
-    Raises:
-        FileNotFoundError: there is no journal.
-    """
+    """Return (path, open file) of each part of the journal, oldest first. `events.jsonl` is opened first. The driver
+    may rename it before the parts are listed; its inode then ends the list, since later parts have only later events.
+    Raises FileNotFoundError if there is no journal."""
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _list_parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _list_parts(path):

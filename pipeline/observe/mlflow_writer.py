@@ -157,8 +157,8 @@ class SpoolWriter:
             self._save()
 
     def _opens_next(self) -> bool:
-        """Return True if the next item is of kind `open`. Such an item must be sent before the metrics that follow it,
-        because it sets the run to RUNNING."""
+        """Return True if the next item is an `open`. It sets the run to RUNNING, so it must be sent before later
+        metrics."""
         before = not self._metrics or (bool(self._rest) and self._rest[0][0] < self._metrics[0][0])
         return bool(self._rest) and self._rest[0][1]["kind"] == "open" and before
 
@@ -319,8 +319,7 @@ class SpoolWriter:
 
 
 def _queue_name(item: Item) -> str:
-    """Return the name of the queue in which an item waits: `metrics` for metrics, `rest` for all other items. Each
-    queue has its own offset in the spool."""
+    """Return the name of the queue in which an item waits."""
     return "metrics" if item["kind"] == "metrics" else "rest"
 
 

@@ -260,8 +260,7 @@ def _hints(alarms: Sequence[Event], compared: EvalSummary | None) -> tuple[str, 
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return the seconds from `start` to `end` in which a driver worked, or None if `end` is None. `periods`: the
-    periods in which a driver worked."""
+    """Return the seconds from `start` to `end` within the periods in which a driver worked."""
     return None if end is None else total_length(intersect_intervals([(start, end)], periods))
 
 

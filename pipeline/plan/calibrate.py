@@ -169,13 +169,8 @@ def _fit_kinds(
 
 
 def _error(speeds: Mapping[str, Any], kinds: Sequence[str]) -> float:
-    """Return the error of fitted speeds: the mean of the squared `scatter` of some kinds of work, weighted by their
-    numbers of measured nodes. 0 if none was measured.
-
-    The error serves to choose `thread_share` and `crowding`. For the first, the kinds count that use several threads.
-    For the second, those of trainers count. The seconds of an engine's node depend on the other shards of its engine,
-    and so say less.
-    """
+    """Return the mean squared `scatter` of fitted speeds, weighted by their measured nodes. It serves to choose
+    `thread_share` and `crowding`."""
     measured = [speeds[kind] for kind in kinds if speeds[kind].scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
 
@@ -321,12 +316,8 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return two numbers of seconds per node. The first is the mean time that a node spends on store and ledger if it
-    runs alone on its worker. The second is the additional time if other nodes run on the worker at the same time.
-
-    Return the mean of all nodes and 0 in two cases: only one of the two kinds of nodes was measured, or nodes beside
-    others took no longer.
-    """
+    """Return the mean seconds per node on store and ledger if it runs alone on its worker, and the additional seconds
+    beside other nodes (0 if they took no longer, or only one kind was measured)."""
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
@@ -342,9 +333,7 @@ def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 def _distinct(columns: np.ndarray) -> bool:
-    """Return True if a fit can tell the coefficients of the columns apart: the condition number of the normalised
-    columns is below `_INDISTINCT`. Return False if there are no more rows than columns, or if a column has only
-    zeros."""
+    """Return True if a fit can tell the coefficients of the columns apart."""
     lengths = np.linalg.norm(columns, axis=0)
     enough = len(columns) > columns.shape[1] and bool(lengths.all())
     return enough and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)

@@ -676,8 +676,8 @@ class _Simulation:
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _push_work(self, reading: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
-        """Push an event for the moment at which the clock of work shows `reading` seconds. This clock runs slower than
-        time while more threads work than there are cores (see `cores`)."""
+        """Push an event for a reading of the clock of work, which runs slower than time while cores are short
+        (`cores`)."""
         self._sequence += 1
         heapq.heappush(self._work, (reading, self._sequence, kind, subject, stamp))
 

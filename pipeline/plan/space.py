@@ -192,15 +192,8 @@ def assembled(
 
 
 def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
-    """Return the settings of the gang that computes scores. `workers`, `threads` and `concurrent_shards` are copied
-    from the gang that has the scoring role in the config. There are two exceptions:
-
-    - If that gang has roles besides scoring and advantages, all three settings are the defaults.
-    - On several nodes, if `chosen` has the gang of the engine, `workers` is the number of the engine's nodes.
-
-    Args:
-        chosen: gang's name -> its settings, and its changes to other sections of the config.
-    """
+    """Return the settings of the gang that computes scores: copied from the config, but defaults if that gang has other
+    roles besides scoring and advantages. On several nodes there is one worker for each of the engine's nodes."""
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
     settings = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()

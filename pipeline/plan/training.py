@@ -294,19 +294,14 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
-    """Return the number of blocks that one pipeline stage computes in a pass, if all blocks are divided equally among
-    the stages.
-
-    A pass computes the blocks above the frozen blocks. If `trunk` is true, it computes the frozen blocks too. If a
-    model has no blocks above the frozen blocks, the frozen blocks are always counted.
-    """
+    """Return the number of blocks that a pipeline stage computes in a pass. Frozen blocks count if `trunk`, or if the
+    model has no others."""
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 
 
 def _num_widths(rows: Numbers) -> Numbers:
-    """Return the expected number of different widths among `rows` rows. Each row has one of `_WIDTHS` widths, all with
-    the same probability."""
+    """Return the expected number of different widths, if each row has one of `_WIDTHS` widths at random."""
     return _WIDTHS * (1 - (1 - 1 / _WIDTHS) ** rows)
 
 

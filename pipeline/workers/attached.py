@@ -348,13 +348,7 @@ def _connection_arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> SchedulerFile:
-    """Read a scheduler file.
-
-    Raises:
-        WorkerRefused: the file is invalid, this user has no permission to read it, or another user owns it. A later try
-            would fail too.
-        OSError: the file does not exist yet, or a network filesystem has failed. A later try may succeed.
-    """
+    """Read a scheduler file. Raises WorkerRefused if a later try would fail too, OSError if it may succeed."""
     try:
         return read_scheduler_file(path)
     except StoreError as error:
@@ -362,11 +356,8 @@ def _read_file(path: Path) -> SchedulerFile:
 
 
 def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
-    """Return True if the scheduler file at `path` still has the content `file`. An unreadable file gives False.
-
-    Each driver of a run removes the files of earlier drivers before it listens. So True also means that no later driver
-    listens yet.
-    """
+    """Return True if the scheduler file still has this content. Then no later driver listens yet, because each removes
+    the files of earlier ones first."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -595,8 +586,7 @@ def _remove_boards_of_dead_runs(folder: Path) -> None:
 
 
 def _is_dead(driver_lock: Path) -> bool:
-    """Return True if no driver of an attached run holds this lock. Return False if the lock's filesystem is not mounted
-    here."""
+    """Return True if no driver holds this lock, and the lock's filesystem is mounted here."""
     return driver_lock.parents[1].is_dir() and holder(driver_lock) is None
 
 

@@ -292,8 +292,7 @@ def _build_scorer(config: RunConfig) -> Scorer:
 
 
 def _is_being_published(board: WeightBoard, manifest: Manifest) -> bool:
-    """Return True if the process that wrote this version on this host is still alive. It may then still commit the
-    version. Return False for a version that was copied from another host."""
+    """Return True if this host's publisher of the version lives, and may still commit it."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 

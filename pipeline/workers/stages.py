@@ -180,9 +180,7 @@ def score_rollout(
 
 
 def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
-    """Return the arguments for the functions `score` and `follow` of `stages/score.py`. If the ranks of a gang divide
-    the reward models, rank 0 calls `score`, and the other ranks call `follow` with the same arguments. `held_out`: True
-    to score with the rewards of evaluations."""
+    """Return the arguments of `score`, and of `follow` on the other ranks of a gang that divides the reward models."""
     scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
     return scorer.parts(held_out=held_out), scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
 

@@ -200,13 +200,9 @@ class VersionedEngine:
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
-        """Return True if a shard that needs this version may begin to use the engine now. The result is False while
-        weights are being loaded. Otherwise it is True in each of three cases:
-
-        - The engine is awake, and its version is allowed (see `_is_allowed`).
-        - Weights may change in flight: `exact` is False, and no shard that uses the engine needs exactly one version.
-        - No shard uses the engine, or all that use it have their unfinished rows in other replicas.
-        """
+        """Return True if a shard that needs this version may use the engine now: its version is allowed, weights may
+        change in flight, or all shards in it have their unfinished rows in other replicas. Never while weights are
+        loaded."""
         if self._loading:
             return False
         if self._is_allowed(version, exact) or (not exact and self._exact == 0):

@@ -185,13 +185,8 @@ class WeightMirror:
     # ---- sending -------------------------------------------------------------------------------------------------
 
     async def _answer(self, version: int, asker: str | None, digest: str | None) -> dict[str, Any]:
-        """Return a version's manifest and its source: the address of this host's sender, or of another worker to ask.
-        If the version is neither here nor arriving, return the reason (`missing`) instead.
-
-        Args:
-            asker: address of the worker that asks, if it may be redirected to another source; else None.
-            digest: the digest that the version must have; None: any.
-        """
+        """Return a version's manifest with the address of this host's sender, or of another worker to ask; or the
+        reason why it is `missing`. `asker`: worker that may be redirected. `digest`: required digest, if any."""
         try:
             manifest = await self._manifest_to_send(version, digest)
         except MissingOutput as error:

@@ -424,9 +424,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
-    """Return True if each key of special_tokens_map.json (`legacy`) has the same token in tokenizer_config.json
-    (`config`). Further keys of `config` do not matter. If the value of a key is one token, only its text is compared,
-    without flags. If it is a list of tokens, the whole lists must be equal, including flags."""
+    """Return True if tokenizer_config.json (`config`) has each token of special_tokens_map.json (`legacy`). Flags count
+    only within lists."""
     return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 

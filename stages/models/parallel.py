@@ -289,8 +289,8 @@ class CollectiveWatch:
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Return True if torch.distributed raised the error. gloo's errors are plain RuntimeErrors whose text begins with
-    the path of one of gloo's source files."""
+    """Return True if torch.distributed raised the error. gloo's errors are RuntimeErrors with the path of its
+    source."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("]")[0]
 
 

@@ -312,9 +312,8 @@ class Trainer:
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version, and mark it as not committed (`dirty`). Drop hidden states that are still kept from forward
-        passes with the previous version. An update normally drops them earlier. It does not if all its minibatches are
-        empty, or if the role is not trained."""
+        """Set the version, not committed yet (`dirty`). Forget forward passes of the previous version, which an update
+        without minibatches, or of an untrained role, has not used."""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -324,8 +323,7 @@ class Trainer:
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Return the torch optimizer that Megatron's optimizer wraps. It is torch's AdamW, or the `BlockAdamW` or
-        `MatrixOptimizer` that `__init__` put in its place."""
+        """Return the torch optimizer that Megatron's optimizer wraps."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
 
@@ -411,8 +409,7 @@ class Trainer:
         return norm, overflow
 
     def _approx_kl(self, stats: list[LossStats]) -> float:
-        """Return the approx_kl of a minibatch, in nats per token: the weighted mean over the tokens of all ranks. It is
-        the sum of the micro-batches' shares of this mean. A collective call."""
+        """Return a minibatch's approx_kl in nats per token, over all ranks. A collective call."""
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:

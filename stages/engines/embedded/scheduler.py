@@ -115,9 +115,7 @@ class Scheduler:
 
     @property
     def _max_batch_rows(self) -> int:
-        """Maximum number of rows in a batch: the rows that can run, divided by the maximum number of batches under way
-        (`depth`), and rounded up. The rows that can run are the running and the waiting rows, but at most `max_rows`.
-        """
+        """The most rows in a batch: the rows that can run, divided among the `depth` batches under way."""
         return -(-min(self.max_rows, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:

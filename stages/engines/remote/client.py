@@ -361,8 +361,7 @@ class RemoteEngine:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def _stopped(self) -> EngineLost:
-        """Return the error for a caller. Each caller gets an exception of its own, since an exception that is raised
-        twice collects both tracebacks."""
+        """Return a new error for each caller: one that is raised twice would collect both tracebacks."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost_error(self, event: str) -> EngineLost:

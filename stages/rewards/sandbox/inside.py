@@ -128,8 +128,8 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
 
 
 def _writable_paths(scratch: str, *, shared: bool) -> list[str]:
-    """Return the paths that a user's own code may write. `shared`: also return the host's folder of shared memory.
-    Without namespaces, semaphores of the code need this folder."""
+    """Return the paths that user code may write. `shared`: with shared memory, which semaphores need without
+    namespaces."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
 
 

@@ -234,9 +234,7 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return how much a new vocabulary would improve on the vocabulary of `head`. Both have the same size. The
-        result is the share of the responses' tokens that the best vocabulary covers, minus the share that the old one
-        covers."""
+        """Return the share of the responses' tokens that a new vocabulary of the same size would cover in addition."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()

@@ -188,13 +188,8 @@ class Speculation:
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows for which a drafter is asked: usually all rows in `limits`.
-
-        A drafter whose time grows with the draft length (`Drafter.by_position`) is not asked for a row if the row's
-        drafts from other drafters (`proposed`) are expected to give at least as many tokens as its own draft.
-
-        `limits`: maximum number of positions to draft per row.
-        """
+        """Return the rows of `limits` for which a drafter is asked. A drafter whose time grows with the draft length is
+        not asked if the row's other drafts (`proposed`) are expected to give at least as many tokens."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)

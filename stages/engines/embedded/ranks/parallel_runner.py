@@ -165,8 +165,7 @@ class ParallelRunner:
             self._processes.or_rank_lost(partial(rank.commands.send, WriteCache(tuple(blocks), part)))
 
     def _part(self, rank: int) -> tuple[slice, slice, slice]:
-        """Return the part of the whole model's keys and values that a rank holds, as slices of the layers, of the pair
-        of keys and values, and of the key/value heads."""
+        """Return a rank's part of the keys and values, as slices of layers, pair and heads."""
         layers, heads = self._shares[rank].layers, self._shares[rank].kv_heads
         return slice(layers.start, layers.stop), slice(None), slice(heads.start, heads.stop)
 
@@ -239,8 +238,7 @@ class ParallelRunner:
         self._processes.or_rank_lost(partial(rank.weights.send, message))
 
     def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
-        """Receive an answer from each rank. Return name of a rank -> its error. Ranks that answer without an error are
-        left out."""
+        """Return name of a rank -> the error in its answer, for ranks with an error."""
         answers = {rank.spec.name: self._processes.or_rank_lost(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 

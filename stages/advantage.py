@@ -126,8 +126,8 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
 def _shape_scores(
     scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, normalize: NormalizeConfig, state: Mapping[str, Any]
 ) -> tuple[torch.Tensor, RunningMoments]:
-    """Return the shaped scores, and the running moments including this step. Shaping replaces the scores of
-    responses without EOS and then normalises the scores, each if the config says so."""
+    """Return the scores after the penalty for a missing EOS and the normalisation, and the moments including this
+    step."""
     shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
     before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
     running = update_running_moments(before, shaped)
@@ -169,8 +169,7 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
 def _without_equal_groups(
     loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> torch.Tensor:
-    """Return the loss mask. If `cfg.skip_equal_groups` is true, the mask excludes the groups whose scores are all
-    equal."""
+    """Return the loss mask, under `cfg.skip_equal_groups` without groups whose scores are all equal."""
     if groups is None or not cfg.skip_equal_groups:
         return loss_mask
     return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
@@ -245,12 +244,7 @@ def _ref_kl_metrics(
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """Return the state that the `advantage` node of the next step gets:
-
-    - `step_kl_coef`: the argument `kl_coef`, the KL coefficient for the update of the present step
-    - `kl_coef`: the argument `next_coef`, the KL coefficient of the next step
-    - the other entries: the moments of all scores so far
-    """
+    """Return the state for the next step's `advantage`. `step_kl_coef` is the coefficient of this step's update."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,

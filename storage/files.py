@@ -370,8 +370,7 @@ def _sync_together(descriptors: Sequence[int]) -> None:
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
-    """Run `one` and `other` at the same time, and return the result of `other`. If one of them raises, its error is
-    raised here after both have ended."""
+    """Run both at the same time, and return the result of `other`. Errors are raised after both have ended."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(other)
         one()

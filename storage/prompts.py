@@ -113,8 +113,7 @@ def _reason(error: Exception, url: str) -> str:
 
 
 def _text(url: str) -> str:
-    """Return the text of a file without the byte order mark that spreadsheets write. Raises RowsError if the file
-    cannot be read or is not UTF-8."""
+    """Return a file's text, without a spreadsheet's byte order mark. Raises RowsError if it is not UTF-8."""
     try:
         return _content(url).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -486,8 +486,8 @@ class RolloutStore:
         return [f"{name}/{template.key(shard)}" for name, template, shard in self._blocks(commit)]
 
     def _metadata(self, commit: Commit) -> dict[str, bytes]:
-        """Return the Zarr metadata of a commit's arrays and groups: key of a `zarr.json` file -> its content. Programs
-        that read the arrays with Zarr alone need it."""
+        """Return key -> content of the `zarr.json` files that programs need that read a commit's arrays with Zarr
+        alone."""
         group = _group(commit.address)
         metadata = {"zarr.json": GROUP_METADATA, f"{group}/zarr.json": GROUP_METADATA} if commit.arrays else {}
         arrays = {name: template for name, template, _ in self._blocks(commit)}

@@ -353,9 +353,8 @@ class WeightBoard(Closing):
             staged.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> IO[bytes]:
-        """Return a file to write into: the spare file (`_spare`) if it exists, else an empty file. The pages of the
-        spare file need not be allocated and zeroed, which takes longer than writing. Two publishers cannot get the same
-        file."""
+        """Return the spare file if it exists, else a new one. To allocate and zero new pages takes longer than to
+        write. Two publishers cannot get the same file."""
         try:
             self._spare.rename(path)
         except FileNotFoundError:
@@ -440,8 +439,7 @@ def _other_tensors(write: WeightWrite) -> ValueError:
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
-    """Write all bytes, without a mapping. On a full tmpfs a write raises OSError, but a store to a mapping would raise
-    SIGBUS."""
+    """Write all bytes. On a full tmpfs a write raises OSError, but a store to a mapping would raise SIGBUS."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count

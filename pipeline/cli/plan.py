@@ -124,8 +124,7 @@ def _read_inputs(
 
 
 def _with_predictions(plan: Plan) -> RunConfig:
-    """Return a plan's config with the predicted seconds of a step and of its stages. The summary of a run with this
-    config compares the predicted seconds with the measured seconds."""
+    """Return a plan's config with its predicted seconds, which the run's summary compares with the measured ones."""
     by_stage = {stage: seconds / STEPS for stage, seconds in plan.result.stage_s.items() if seconds}
     predicted = {"step": plan.result.mean_s, **by_stage}
     return replace(plan.config, predicted_s={name: float(f"{seconds:.4g}") for name, seconds in predicted.items()})
@@ -232,17 +231,9 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
 
 
 def _conclusion_lines(result: SearchResult, objective: Objective) -> Iterator[str]:
-    """Yield lines for users about the result of a search for plans:
-
-    - the step times of the best synchronous and the best asynchronous plan, if both exist,
-    - the price of staleness from which on the asynchronous plan is worse, if both exist,
-    - the number of combinations of settings that fit, and how many of them were simulated,
-    - for each reason, the number of combinations that were left out.
-
-    The price of staleness is the fraction of additional samples that a run needs for each version of staleness. If the
-    asynchronous plan is worse at any price, the second line says so. Both plans are compared by `objective`, which has
-    the price that the user gave (`--staleness-price`).
-    """
+    """Yield lines about the result of a search: the best synchronous and asynchronous step times, the price of
+    staleness from which on asynchrony is worse, and how many combinations fit, were simulated, or were left out, and
+    why. The price is the fraction of additional samples that a run needs for each version of staleness."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
         slow, fast = synchronous.result.mean_s, asynchronous.result.mean_s

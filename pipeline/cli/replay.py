@@ -479,8 +479,7 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
 
 
 def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]:
-    """Return the MLflow tags that name the parent and the repeated updates. If both runs are in the same MLflow store,
-    MLflow's own parent tag is among the tags."""
+    """Return the MLflow tags that name the parent and the repeated updates."""
     tags = {"stageline.parent": str(parent.run_dir.resolve()), "stageline.updates": f"{steps.start}:{steps.stop}"}
     uri = variant.tracking.uri
     run_id = None if uri is None else delivered_run_id(RunPaths(parent.run_dir).mlflow_spool, uri)
@@ -549,9 +548,7 @@ def _train_and_export(plan: _VariantPlan, tracker: Tracker) -> list[RecordedStep
 
 
 def _parent_state(plan: _VariantPlan) -> Mapping[str, Any]:
-    """Return the parent's state, such as its KL coefficient, at the start of the variant's first step.
-
-    The state is empty if the variant starts at step 0. The KL coefficient is left out if the variant changes section
+    """Return the parent's state at the variant's first step, without the KL coefficient if the variant changes
     `ppo.kl`."""
     if not plan.steps.start:
         return {}
@@ -566,10 +563,8 @@ def _publish(host: ModelHost, config: RunConfig, version: int) -> None:
 
 
 def _held_out_scores(plan: _VariantPlan, whose: str) -> dict[int, float]:
-    """Sample and score responses to the held-out prompts. Return prompt index -> score.
-
-    The sampling noise depends on the prompt and not on the policy, so the scores of two policies can be compared in
-    pairs."""
+    """Return held-out prompt -> score of a sampled response. The noise depends on the prompt and not on the policy, so
+    two policies can be compared in pairs."""
     config, version = plan.config_with_own_board(whose), plan.steps.stop
     gang = config.placement.roles[Role.GENERATE.value]
     with runtime_for(config, (Role.GENERATE, Role.SCORE)) as runtime:

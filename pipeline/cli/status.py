@@ -97,8 +97,8 @@ def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -
 
 
 def _read_finished_steps(config: RunConfig) -> list[int]:
-    """Return the finished steps. Only the ledger is read, because the import of Zarr would take longer than the rest of
-    the command."""
+    """Return the finished steps. Only the ledger is read: importing Zarr would take longer than the rest of the
+    command."""
     ledger = config.stored.ledger()
     over = max(ledger.closed_until(), read_dropped(config.stored.root))
     return finished_steps(config.graph(), over, ledger.addresses(from_step=over))

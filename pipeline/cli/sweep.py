@@ -116,8 +116,7 @@ def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoin
 
 
 def _parsed_value(value: str) -> str:
-    """Return a uniform spelling of the value in an override `key=value`. Texts that YAML reads as the same value, such
-    as 0 and 00, give the same result. Invalid YAML is returned unchanged, because it is refused later."""
+    """Return one spelling for all texts that YAML reads as the same value. Invalid YAML is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports
@@ -125,8 +124,7 @@ def _parsed_value(value: str) -> str:
 
 
 def _short_key(key: str, other_keys: Sequence[str]) -> str:
-    """Return the shortest ending of a key that no other key of the sweep has. An ending consists of whole parts. For
-    example, `model.policy.lr` has the endings `lr` and `policy.lr`."""
+    """Return the shortest ending of a key, in whole parts, that no other key of the sweep has."""
     parts = key.split(".")
     ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in other_keys)), key)

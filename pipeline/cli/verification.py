@@ -532,9 +532,8 @@ def _read_arrays(
 
 
 def _unproven_lines(evidence: RunContent) -> Iterator[str]:
-    """Yield lines for the user about the guarantees that the run lacks, for example that a repetition gives the same
-    bits. Each kind of device that the run's engine used has its own lines. If no guarantee is missing, a line says so.
-    Yield nothing if identity.json is damaged: another check reports this."""
+    """Yield lines about the guarantees that the run lacks, or that none is missing, for each kind of device of its
+    engine."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:

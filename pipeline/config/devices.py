@@ -164,13 +164,8 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide the units of a host into two lists, and return both. Each group of `device_sharing` has a leader: the gang
-    that needs the most GPUs.
-
-    - The first list has the units that get GPUs of their own: the leaders' units, and all units of gangs outside of the
-      groups.
-    - The second list has a pair for each other gang of a group: the name of its leader, whose GPUs it uses, and its
-      units."""
+    """Return the units that get GPUs of their own, and pairs (leader, units that use its GPUs). The leader of a group
+    of `device_sharing` is the gang that needs the most GPUs."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}

@@ -268,16 +268,14 @@ def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: 
 
 
 def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
-    """Return the paths of at most three settings that a user may have meant by the unknown key path `key`. `prefix`:
-    key path of the section that was given the key, with a dot at its end; "" for the whole config. `siblings`: the
-    section's settings. If the last part of the key is in `UNSUPPORTED`, there are no suggestions. Otherwise four ways
-    are tried in order, until one of them finds a setting:
+    """Return at most three settings that a user may have meant by the unknown `key`, given in the section `prefix`. The
+    first of these ways that finds a setting decides:
 
-    1. settings below `prefix` that have the name, or that another system calls so (`SYNONYMS`). The name is the end of
-       `key`, and the longest known end decides: `eval.steps` before `steps`
+    1. settings below `prefix` with the longest known end of the key (`eval.steps` before `steps`), by their own name or
+       another system's (`SYNONYMS`)
     2. such settings in any section
-    3. settings of this section with similar names
-    4. settings of any section with very similar names
+    3. similar names in this section
+    4. very similar names in any section
     """
     ends = [*accumulate(reversed(key.lower().split(".")), lambda end, part: f"{part}.{end}")]
     word, paths = ends[0], [*setting_paths(root_schema)]
@@ -390,8 +388,7 @@ def _type_of(key: str, schema: Any) -> Any:
 
 
 def _is_single(kind: Any) -> bool:
-    """Return True if a setting of this type takes a single value: a number, a text, true or false, one of several
-    choices, or null."""
+    """Return True if a setting of this type takes a single value and no list, mapping or section."""
     if get_origin(kind) in (Union, UnionType):
         return all(map(_is_single, get_args(kind)))
     return kind in WORDS or kind is type(None) or get_origin(kind) is Literal
@@ -672,8 +669,7 @@ def _kind_changes(new: DictConfig, old: DictConfig) -> bool:
 
 
 def _outermost(errors: Iterable[ConfigError], schema: type) -> set[str]:
-    """Return the key paths to leave out of a source with these errors. For a key in an unknown section, it is the path
-    of this section; for any other key, its own."""
+    """Return the key paths to leave out of a source with these errors: a key's own, or that of its unknown section."""
     return {
         next((path for path in accumulate(key.split("."), "{}.{}".format) if _type_of(path, schema) is None), key)
         for key in (error.key for error in errors)

@@ -251,8 +251,8 @@ def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
 
 
 def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
-    """Return a worker's pipeline stage; 0 if the gang is no parallel group. In Megatron's numbering of ranks, the
-    tensor index changes fastest, then the data index, then the stage."""
+    """Return a worker's pipeline stage. In Megatron's ranks the tensor index changes fastest, then data, then the
+    stage."""
     if not gang.is_ordered:
         return 0
     return index // (gang.workers // run.config.placement.gangs[gang.name].layout.pipeline)
@@ -294,9 +294,8 @@ def board_bytes(run: PlannedRun) -> int:
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
-    """Return the directories of published weights on a host. None stands for the default directory. `here`: the workers
-    on the host. The policy gang's directory is needed if the gang's first rank is one of them. The engine gang's
-    directory is needed if a replica of the engine is one of them."""
+    """Return the directories of published weights on a host with these workers (None: the default one). The policy's
+    first rank and the replicas of the engine need one."""
     roles, config = run.config.placement.roles, run.config
     publishes = (roles[Role.POLICY], 0) in here
     reads = any(name == roles[Role.GENERATE] for name, _ in here)
@@ -516,8 +515,7 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus:
 
 
 def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
-    """Return the model at `path`, with the size of its weight files. If the model has none, the size is computed from
-    its config.json."""
+    """Return the model at `path` with the size of its weight files, computed from config.json if it has none."""
     content = read_config(path)
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "float32")
     return PlannedModel(path, spec, stored_bytes(path) or DTYPE_BYTES.get(dtype, 4) * parameters(spec), dtype)

@@ -156,8 +156,7 @@ def _unproven_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
 
 
 def _unproven_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]:
-    """Yield a sentence if the difference between engine and trainer is not corrected. The correction is the weight
-    w = pi_prox / mu, where mu is the engine's policy and pi_prox the trainer's."""
+    """Yield a sentence if the difference of engine and trainer is not corrected by the weight w = pi_prox / mu."""
     if config.ppo.anchor == "proximal" and config.ppo.correction == "none":
         stale = " and of stale rows" if config.staleness else ""
         yield f"the difference of engine and trainer{stale} is not corrected for (ppo.correction=none)"
@@ -631,14 +630,9 @@ class _BuiltPart:
 
 
 def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPart]:
-    """Build every part of `reward` and `evaluate.reward`, including the user's own. Close the parts, and return a
-    description of each. `policy`: the policy's architecture. None if it could not be read; reward models are then not
-    compared with it.
-
-    Raises:
-        ConfigError: a part cannot be built, a reward model does not suit the policy or the gang that scores, or the
-            directory for a judge's answers cannot be written to.
-    """
+    """Build and close every part of `reward` and `evaluate.reward`, and return a description of each. Raises
+    ConfigError if a part cannot be built, does not suit the `policy` (None: not compared) or the gang that scores, or
+    cannot keep answers."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = run_checks(
         *(partial(check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())

@@ -51,7 +51,8 @@ def _config(kind: type, shown: dict[type, str]) -> Iterator[str]:
 
 
 def _table(section: Any, prefix: str, shown: dict[type, str], sections: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield the lines of a section's table. `shown` and `sections` as in `_rows`."""
+    """Yield the lines of a section's table. `shown`: class -> key path of the section whose table has its keys;
+    extended here. `sections`: gets the inner sections, for tables of their own. None: their keys are in this table."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     yield from _rows(section, prefix, shown, sections)
     yield ""

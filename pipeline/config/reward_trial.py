@@ -124,10 +124,8 @@ def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
 
 
 def _responses(config: RunConfig, checked: Preflight) -> Iterator[tuple[list[int], FinishReason]]:
-    """Yield the tokens and the finish reason of each made-up response. A text with fewer than `sampling.min_new_tokens`
-    tokens is repeated until it is long enough. A text that is too long is cut to `sampling.max_new_tokens`. The empty
-    text cannot be repeated: its response has at most an EOS. It is left out if it has no token, or fewer than
-    `sampling.min_new_tokens`."""
+    """Yield tokens and finish reason of each made-up response, repeated or cut to the allowed length. The empty text
+    cannot be repeated, and is left out if it would be too short."""
     least, most, tokenizer = config.sampling.min_new_tokens, config.sampling.max_new_tokens, checked.tokenizer
     for text in RESPONSES:
         ids = tokenizer.encode(text)

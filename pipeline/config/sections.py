@@ -112,8 +112,7 @@ def _is_address(given: str) -> bool:
 
 
 def _listening(given: str) -> tuple[str | None, int] | None:
-    """Return the host (None: not given) and the port (0: any) in `given`, a value of `cluster.address`. Return None if
-    `given` is no address."""
+    """Return host (None: not given) and port (0: any) of a `cluster.address`, or None if it is no address."""
     match = _LISTENING.fullmatch(given)
     if match is None or not given or int(match["port"] or 0) > _HIGHEST_PORT:
         return None

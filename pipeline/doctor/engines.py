@@ -107,16 +107,8 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 
 
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
-    """Make two checks of an engine's results:
-
-    - After other weights were loaded, the engine must generate other log-probs.
-    - If the engine's draws are keyed, its first rows must agree with the reference engine's rows, with the rows that
-      the tested engine generated one at a time, and with its last rows. Before the last rows, the tested engine loaded
-      other weights and then the original weights again.
-
-    Raises Fault if a check fails. Differences that rounding explains are accepted. `facts`: measurements that the Fault
-    reports.
-    """
+    """Raise Fault unless other weights give other log-probs, and, if draws are keyed, the first rows agree with the
+    reference's, with rows generated alone, and with rows after other weights came and went. Rounding is accepted."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -164,11 +156,8 @@ def _refit_rate(result: EngineResult) -> float:
 
 
 def _test_model(settings: DoctorSettings) -> str:
-    """Return the name or path of the model with which engines are tested: `settings.model`, or a copy of it in files.
-
-    Only a random model, such as `random:tiny`, is copied. This happens if its context is shorter than `CONTEXT_TOKENS`,
-    or if engines in other environments need files. The copy has the same weights, and a context of `CONTEXT_TOKENS`.
-    """
+    """Return the model with which engines are tested. A random model is copied to files, with a context of
+    `CONTEXT_TOKENS`, if its own is shorter or engines in other environments need files."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= CONTEXT_TOKENS and not settings.engines):
         return model

@@ -218,8 +218,8 @@ def _device_jobs(settings: DoctorSettings, dtype: Dtype) -> list[RankJob]:
 
 
 def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
-    """Run the doctor's test update in float32 on each device, and as a reference on the CPU with plain torch kernels.
-    Return job -> result. Several tests use these results."""
+    """Run the test update in float32 on each device, and as a reference on the CPU with torch's kernels, for several
+    tests."""
     alone: list[Gang] = [(job,) for job in _device_jobs(settings, "float32")]
     reference: Gang = (_reference(settings),)
     gangs = [reference, *alone] if torch.cuda.is_available() else [alone[0] + reference]

@@ -228,8 +228,7 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, or an empty list if the file does not exist. Only a newline ends a line: texts may
-    contain other separators (U+0085, U+2028)."""
+    """Return the rows of a file, if it exists. Only a newline ends a line: texts may hold U+0085 and U+2028."""
     if not file.exists():
         return []
     with file.open(encoding="utf8") as lines:

@@ -122,12 +122,8 @@ class WeightOrders:
         return list(dict.fromkeys([*readers, *([] if publisher is None else [publisher])]))
 
     def _with_other_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the Dask addresses of the generating replicas that do not read weights from the publisher's own
-        directory (`storage.weights`). Such a replica runs on another host, or its gang has another directory. Empty if
-        the run publishes no weights.
-
-        `addresses`: worker name -> its Dask address. Workers that are missing there are left out.
-        """
+        """Return the addresses of the replicas that do not read the publisher's board: they run on another host, or
+        their gang has another directory. Empty if the run publishes no weights."""
         if not self._boards:
             return []
         publisher = addresses.get(worker_name(self._publisher, 0))

@@ -216,12 +216,8 @@ def _freeze_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _detach_if_continued(run: Run) -> Iterator[None]:
-    """Return a context for the work of a run. It passes every error on, but acts on two kinds first:
-
-    - If another job continues the run after the error, tracking is left open for that job.
-    - A StoreError becomes a StoredWrongly, because during the run it means that stored data is damaged. A StoreRefused
-      stays as it is.
-    """
+    """Pass every error on. If another job continues the run, tracking is left open for it. A StoreError during the run
+    means damaged data, and becomes StoredWrongly."""
     try:
         yield
     except run.continuing_errors as error:
@@ -314,8 +310,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
 
 
 def _critic_notes(config: RunConfig) -> Iterator[str]:
-    """Yield notes for the journal if the run has no critic: the kind of advantage, and each gang that is therefore not
-    started."""
+    """Yield notes for the journal if the run has no critic."""
     if not config.has_critic:
         yield f"ppo.advantage={config.ppo.advantage} (no critic)"
         unused = sorted(config.placement.gangs.keys() - {gang.name for gang in config.gangs()})

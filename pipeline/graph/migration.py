@@ -192,13 +192,9 @@ class _Plan:
 
 
 def _level(plan: _Plan) -> None:
-    """Migrate rows one by one from the replica that would finish last (the source) to the replica that would finish
-    first (the target). Stop in one of three cases:
-    - No migration of a row helps. Let T be the time at which the source finishes before it. The migration helps if
-      source and target both finish before T.
-    - The source has received rows itself.
-    - No replica can receive a row.
-    """
+    """Migrate rows one by one from the replica that would finish last (the source) to the one that would finish first
+    (the target), until the source has received rows itself, no replica can receive one, or source and target would not
+    both finish before the time at which the source finishes now."""
     while True:
         source = max(plan.sides, key=lambda i: plan.sides[i].end_s())
         giving = plan.sides[source]

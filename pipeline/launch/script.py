@@ -301,8 +301,7 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
 
 
 def _gpus_of_node(needed: Mapping[str, int], placement: PlacementConfig) -> int:
-    """Return the number of GPUs that a node needs. `needed`: gang -> number of GPUs that its workers on the node need.
-    Of gangs that share devices, only the largest number counts."""
+    """Return the number of GPUs that a node needs. Of gangs that share devices, the largest counts."""
     sharing = {name for group in placement.device_sharing for name in group}
     alone = sum(number for name, number in needed.items() if name not in sharing)
     return alone + sum(max(needed.get(name, 0) for name in group) for group in placement.device_sharing)

@@ -197,8 +197,7 @@ def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
 
 
 def _size_of_gang(config: RunConfig, gang: Gang, num_gpus: int) -> int:
-    """Return the number of GPUs that a gang needs. On a cluster without GPUs, return the number of cores that it needs:
-    one for each thread of its workers."""
+    """Return the number of GPUs that a gang needs, or of cores (threads) on a cluster without GPUs."""
     if num_gpus:
         return gang.workers * gang.gpus
     return gang.workers * config.placement.gangs[gang.name].threads

@@ -142,11 +142,8 @@ class Journal(Closing):
         return event
 
     def _begin_part(self) -> None:
-        """Rename the file to the next numbered part and open a new file. Readers that have opened the old file can
-        continue to read.
-
-        Raises:
-            AppendFailed: the file cannot be renamed, or the new file cannot be opened."""
+        """Rename the file to the next numbered part, which readers can go on reading, and open a new one. Raises
+        AppendFailed."""
         self._file.close()
         numbers = [number for number, _ in _list_parts(self.path)]
         try:

@@ -328,8 +328,8 @@ def _is_rejected(error: MlflowException) -> bool:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Return the URI of the directory for an experiment's artifacts: a directory next to the sqlite file that `uri`
-    names. (MLflow's default is the current directory.) Return None if `uri` does not name a sqlite file."""
+    """Return the URI for an experiment's artifacts, beside the sqlite file. MLflow's default is the current
+    directory."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"

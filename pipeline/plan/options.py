@@ -199,9 +199,8 @@ def _micro_batches(space: Space) -> list[int | None]:
 
 
 def _fits(space: Space, run: PlannedRun, name: str) -> bool:
-    """Return True if each rank of a gang fits in the memory of its GPU while no other gang uses this GPU. On a host
-    without GPUs, return True without a check. There, the memory is checked only later, for all gangs of a config
-    together."""
+    """Return True if each rank of a gang fits on its GPU while no other gang uses it. A host's memory is checked later,
+    for all gangs of a config together."""
     if not run.on_gpus:
         return True
     (gang,) = (gang for gang in run.config.gangs() if gang.name == name)

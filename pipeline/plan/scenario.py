@@ -122,8 +122,7 @@ class _RememberedCosts:
         return found
 
     def _drawn(self, block: int) -> np.ndarray:
-        """Return the response tokens of a block's shards (steps, shards, rows). If all steps have the same lengths, the
-        only block has one step."""
+        """Return the response tokens of a block (steps, shards, rows): of one step if all have the same lengths."""
         shards, count = range(self._config.rollout.shards), self._config.rows_per_shard
         steps = range(block * _BLOCK, block * _BLOCK + (1 if self._is_same else _BLOCK))
         return np.array([[self._lengths.rows(step, shard, count) for shard in shards] for step in steps])

@@ -399,21 +399,15 @@ def _search(
     most: int,
     known: float = math.inf,
 ) -> tuple[list[Plan], int, bool]:
-    """Simulate combinations in two phases, those with the lowest lower bound of the objective first. Return the
-    accepted plans, the number of simulations, and a flag. The flag is True if no other combination can be better than
-    the best plan.
+    """Simulate combinations, those with the lowest bound of the objective first. Return the accepted plans, the number
+    of simulations, and True if no other combination can be better than the best plan.
 
-    The first phase ends when the flag is True, or after `most` simulations. Some pairs of grouping (division of the
-    roles into gangs) and staleness bound may then have no accepted plan. The second phase simulates only combinations
-    of these pairs.
+    The first phase ends then, or after `most` simulations. The second makes at most as many, and looks for plans of
+    the pairs of grouping and staleness bound that have none yet.
 
     Args:
-        accepts: returns True if a run with the config of the plan would not be refused. Called only for plans that are
-            the best so far for their grouping and staleness bound.
-        most: maximum number of simulations in the first phase. Both phases together make at most 2 x `most`
-            simulations.
-        known: value of the best plan of another space. If it is given, there is no second phase, and only combinations
-            that may be better are simulated.
+        accepts: True if a run with the plan's config would not be refused. Called only for the best of its pair so far.
+        known: value of the best plan of another space: only better combinations are simulated, and in one phase.
     """
     waiting = [
         (objective.value(one.bound_s, one.devices, 0.0), one.devices, number, one) for number, one in enumerate(every)

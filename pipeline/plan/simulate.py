@@ -423,12 +423,9 @@ class _Simulation:
                 self._fail()
 
     def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, Any, int]:
-        """Take the next event from the two heaps, and advance the time and `clock` to it. Return the kind of the event,
-        its subject (such as an attempt or a worker) and its stamp. The stamp shows whether the event is outdated.
-
-        Events in `_heap` are ordered by time. Events in `_work` are ordered by the reading of `clock`, which runs
-        slower while the host has more working threads than cores.
-        """
+        """Take the next event from the two heaps, and advance time and `clock` to it. Return its kind, subject and
+        stamp, which shows if it is outdated. `_work` is ordered by the reading of `clock`, which runs slower while
+        threads wait for cores."""
         assert self._heap or self._work, "nothing runs, and the run is not finished"
         ends = clock.time_of(self._work[0][0]) if self._work else math.inf
         if self._heap and self._heap[0][0] <= ends:

@@ -205,13 +205,9 @@ def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, A
 
 
 def _on_nodes(space: Space, config: RunConfig, grouping: RoleGrouping) -> RunConfig:
-    """Return `config` with the settings that start its workers on the cluster.
-
-    On one node, the driver starts all workers (`cluster.kind`: `local`). On several nodes, workers are started outside
-    of the driver and join it (`attached`). `slurm.gangs` then says how many nodes each gang has. The scoring gang has
-    no nodes of its own and runs on those of another gang. If gangs share devices, they all run on the nodes of the one
-    that needs the most.
-    """
+    """Return `config` with the settings that start its workers: `kind: local` on one node, else `attached`, with the
+    nodes of each gang in `slurm.gangs`. The scoring gang runs on another's nodes, and gangs that share devices on the
+    largest's."""
     if space.cluster.nodes == 1:
         return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
     per_node = space.cluster.gpus_per_node

@@ -325,8 +325,7 @@ def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
 
 
 def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
-    """Return the number of floating-point operations of a forward pass over all rows, on all ranks together. `trunk`:
-    True if the frozen blocks are computed too."""
+    """Return the operations of a forward pass over all rows on all ranks. `trunk`: with the frozen blocks."""
     spec, is_critic = gang.models.spec_of(role), role is Role.CRITIC
     blocks = gang.models.num_blocks(role) + (gang.models.model.frozen_blocks if trunk else 0)
     outputs, num_outputs = (1, rows.tokens) if is_critic else (spec.vocab_size, rows.sampled)

@@ -418,8 +418,8 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
 
 
 def _network_environment(address: str, *, is_configured: bool) -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use the interface with this address. Variables that are
-    already set are left out, unless the config or the command line names the interface (`is_configured`)."""
+    """Return the variables that make gloo and NCCL use the interface with this address. Set ones win, unless
+    `is_configured`: the config or the command line names the interface."""
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if is_configured else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)

@@ -277,13 +277,9 @@ def _run_in_engine(
     *,
     exact: bool,
 ) -> tuple[Answer, int]:
-    """Return the result of `run(engine)`, and how many of the rows (`keys`) were finished by other replicas.
-
-    During `run` the engine has the call's version of the weights. If `exact` is False, a newer version is allowed too.
-
-    A row may migrate to another replica and come back unfinished. If this engine has other weights by then, `run`
-    raises RowsLost. In that case the right weights are loaded again, and `run` is called again.
-    """
+    """Return `run(engine)` with the call's version of the weights (or a newer one, unless `exact`), and how many of the
+    rows were finished by other replicas. A row may come back unfinished from another replica when this engine has other
+    weights: then `run` raises RowsLost, and is called again with the right ones."""
     rows = parts.rows
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
@@ -391,13 +387,8 @@ def publish_version(parts: WorkerParts, call: Call, turn: ComputeTurn) -> Commit
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Begin to write exports in the background. `exported`: True if the export of `version` was begun and must now be
-    written.
-
-    - The export of `version` is written if `exported` is True.
-    - Exports of earlier versions that dead processes left unfinished are written if `exported` is True, or if `version`
-      is the last version of the run.
-    """
+    """Write the export of `version` in the background if it was begun (`exported`). Then, and after the last version,
+    also write the exports that dead processes left unfinished."""
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:

@@ -183,9 +183,8 @@ class VersionedEngine:
                 self._broken = f"a load of weights v{version} failed half-way: the engine must be built again"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
-        """Raise WeightsError if the tensors of this version have other names than the tensors of the version loaded
-        before. The message gives one of these names. Without this check a missing tensor would keep its old numbers.
-        The first version is not checked."""
+        """Raise WeightsError if this version's tensors have other names than those loaded before: a missing tensor
+        would keep its old numbers."""
         differing = names ^ self._names if self._names else frozenset()
         if differing:
             name = min(differing)
@@ -193,8 +192,7 @@ class VersionedEngine:
             raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
     def _is_allowed(self, version: int, exact: bool) -> bool:
-        """Return True if the engine is awake and its version is allowed: `version`, or also a newer version if `exact`
-        is False."""
+        """Return True if the engine is awake with this version, or with a newer one unless `exact`."""
         if self._asleep:
             return False
         return self._version is not None and (self._version == version if exact else self._version >= version)
@@ -260,8 +258,7 @@ def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
 
 
 def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
-    """Return the mapped arrays as read-only tensors, without a copy. `finite`: True if all numbers are known to be
-    finite."""
+    """Return the mapped arrays as read-only tensors. `finite`: all numbers are known to be finite."""
     infos = lease.manifest.tensors
     places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
     return MappedTensors(lease_tensors(lease), places, finite=finite)

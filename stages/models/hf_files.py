@@ -201,8 +201,8 @@ def _token_bytes(backend: FastBackend) -> list[bytes] | None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return character -> byte of byte-level BPE (GPT-2), which writes every byte as a visible character. A printable
-    Latin-1 character stands for itself. The other bytes get the characters from 256 on, in order."""
+    """Return character -> byte of byte-level BPE: printable Latin-1 stands for itself, other bytes for 256 on, in
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

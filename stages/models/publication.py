@@ -186,8 +186,7 @@ def _fill(
 def _slab(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, own: tuple[int, ...], first: int, axis: int | None
 ) -> Slab:
-    """Return the part of tensor `name` that has the shape `own` and begins at index `first` of dimension `axis`.
-    `shape` is the shape of the whole tensor. If `axis` is None, the part is the whole tensor and `first` is 0."""
+    """Return the part of a tensor that has the shape `own` and begins at index `first` of `axis`; None: the whole."""
     row = math.prod(own[1:])
     if axis == 1:
         return Slab(name, shape, dtype, own[0], row, first, shape[1])

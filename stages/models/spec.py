@@ -200,8 +200,7 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _max_positions(config: Mapping[str, Any], family: Family) -> int:
-    """Return the number of tokens in the longest supported row. With a sliding window it is at most the window's
-    length, because attention is computed without a window."""
+    """Return the longest supported row: at most the sliding window, because attention is computed without one."""
     positions = int(config["max_position_embeddings"])
     window = config["sliding_window"] if family.windowed else None
     return positions if window is None else min(positions, int(window))

@@ -235,8 +235,7 @@ def _columns_in_block(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 
 def _cut(distribution: Distribution, block: slice) -> Distribution:
-    """Return the distribution with token ids relative to the block's first token. Tokens of other blocks are left
-    out."""
+    """Return the distribution with the token ids of one block, relative to its first token."""
 
     def local(tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(t - block.start for t in tokens if block.start <= t < block.stop)

@@ -379,20 +379,14 @@ class Trainer:
         return architecture
 
     def _set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate and the weight decay. Norms and biases do not decay. (Megatron's scheduler, which is
-        not used, would set both in this way.)"""
+        """Set learning rate and weight decay as Megatron's scheduler would. Norms and biases do not decay."""
         for group in self._adam.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def _step(self) -> tuple[float, bool]:
-        """Unscale the gradients in the buffers, clip them to the global norm, and make one optimizer step. If the norm
-        is not finite, make no step.
-
-        Returns:
-            The norm, and an overflow flag. The flag is True if the gradients overflowed at a loss scale above its
-            minimum. The call has then lowered the scale. The norm and the flag are the same on all ranks.
-        """
+        """Clip the gradients to the global norm and make one optimizer step, unless the norm is not finite. Return the
+        norm, and True if gradients overflowed at a loss scale that was then lowered. Both are the same on all ranks."""
         (inner,) = self._optimizer.chained_optimizers
         overflow = False
         if self._gradients_in_fp32:

@@ -268,9 +268,8 @@ def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor
 def _anchored(
     log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log-probs of the anchor, and two versions of the importance weight w = pi_prox / mu: after
-    `cfg.correction` and before it. The anchor is pi_prox under `anchor: proximal`, and mu under `anchor: sampler`.
-    Under `anchor: sampler`, the corrected weight is 1, and the uncorrected weight is None."""
+    """Return the log-probs of the anchor, and the weight w = pi_prox / mu after and before `cfg.correction`. The anchor
+    is pi_prox, or under `anchor: sampler` mu, with the weights 1 and None."""
     if cfg.anchor == "sampler":
         return log_mu, torch.ones_like(log_mu), None
     log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)

@@ -232,8 +232,8 @@ def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]
 
 
 def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[list[Group], bool]]:
-    """Yield (groups, validates) for each optimizer step: its groups, and True if a validation follows the step. The
-    validations of an epoch are evenly spread. A validation follows the last step of each epoch."""
+    """Yield each optimizer step's groups, and True if a validation follows: evenly spread, one after each epoch's last
+    step."""
     for steps in epochs:
         after = {math.ceil(len(steps) * (number + 1) / validations) for number in range(validations)}
         for number, groups in zip(itertools.count(1), steps):

@@ -186,8 +186,7 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Note that a row has left this engine. The call of `generate` that the row belongs to counts one row less here
-        (`num_local_rows`), and the drafters forget the row. The caller holds the lock."""
+        """Note that a row has left this engine and its drafters. The caller holds the lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
@@ -275,8 +274,7 @@ class EmbeddedEngine:
                 self._exchange(version, new)
 
     def _exchange(self, version: int, weights: Any) -> None:
-        """Swap the weights and discard the contents of the cache. The caller holds the lock, and no batch is under
-        way."""
+        """Swap the weights and discard the cache. The caller holds the lock, and no batch is under way."""
         self._runner.swap(weights)
         self._scheduler.recompute()
         self.version = version

@@ -162,11 +162,8 @@ class Scheduler:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Move the first waiting row to the running ones and return True. Return False if no row waits or if `max_rows`
-        rows are running already.
-
-        If other rows run, the free blocks must suffice for all tokens of the row and for one more block of each running
-        row. If there are too few free blocks, return False too, since the row would soon be preempted."""
+        """Move the first waiting row to the running ones, and return True if that is possible. Beside other rows, all
+        its tokens and one more block for each running row must fit; else it would soon be preempted."""
         if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]
@@ -176,17 +173,9 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """Return the row's chunk of the next batch, or None if the row is not in this batch.
-
-        A row is left out in these cases:
-
-        - The row does not decode yet, and the budget is used up.
-        - Blocks are short, and this row is the youngest: it is preempted now.
-        - Blocks are short, and all younger rows are in batches under way: the row waits.
-
-        `budget`: number of tokens that the batch can still take from rows that do not decode yet: new rows, and rows
-        that were preempted earlier. `drafts`: guesses for the row. If blocks are short, the last guesses are left out.
-        """
+        """Return the row's chunk of the next batch. None if the row does not decode yet and the `budget` of tokens for
+        such rows is used up, or if blocks are short: the youngest row is preempted, others wait for batches under way.
+        Then also the last guesses (`drafts`) are left out."""
         if not row.blocks:
             # the prompt's last token is not matched: it must be fed, so that the next token can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])

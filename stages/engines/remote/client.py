@@ -345,9 +345,8 @@ class RemoteEngine:
         return received
 
     def _send(self, message: bytes) -> None:
-        """Send a message to the server. The caller holds the lock of the condition `_changed`. If the server is lost,
-        wait until the reason is known, and then raise EngineLost with this reason. The lock is released during this
-        wait."""
+        """Send a message. If the server is lost, wait until the reason is known, and raise EngineLost. The caller holds
+        the lock of `_changed`."""
         try:
             self._server.channel.send_frame(message)
         except OSError as error:

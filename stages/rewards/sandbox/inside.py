@@ -134,8 +134,8 @@ def _writable_paths(scratch: str, *, shared: bool) -> list[str]:
 
 
 def _python_folders(root: str) -> list[str]:
-    """Return the folders of Python, of its packages and of Stageline's code. The root of a source tree is left out,
-    since it may hold runs."""
+    """Return the folders of Python, its packages and Stageline's code, without a source tree's root: it may hold
+    runs."""
     installed = Path(root).name.endswith("-packages")
     packages = [path for path in sys.path if path and (installed or not Path(root).is_relative_to(path))]
     return [sys.prefix, sys.base_prefix, *packages, *(f"{root}/{package}" for package in ("stages", "storage"))]

@@ -247,8 +247,7 @@ class Speculation:
         return guesses if self._branching else guesses.only(guesses.main_chain)
 
     def _merge(self, first: Guesses, second: Guesses) -> Guesses:
-        """Merge the guesses of two drafters. If the engine cannot verify a tree of guesses in one pass, return the set
-        that promises more tokens."""
+        """Merge the guesses of two drafters, or choose the more promising ones if the engine verifies no trees."""
         return (
             merge_guesses(first, second) if self._branching else max(first, second, key=lambda guesses: guesses.total)
         )
@@ -262,19 +261,15 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Choose how many tokens each draft of drafter `number` should have, and return this length. Return 0 if no
-        length is expected to gain enough.
-
-        If the drafter needs the same time for every length, the result is 0 or the longest length. A result is reused
-        for `_DECISION_PASSES` passes.
+        """Return how many tokens each draft of drafter `number` should have; 0 if no length is expected to gain enough.
+        A result is reused for `_DECISION_PASSES` passes.
 
         Args:
-            number: index of the drafter in the list of drafters.
             num_rows: number of rows that decode.
             num_drafted: number of rows that get drafts from this drafter.
             num_tokens: number of tokens that the pass feeds in addition to guesses.
             others: expected number of tokens that rows gain from the guesses of other drafters.
-            seconds: function that returns the seconds of a pass, given its number of tokens.
+            seconds: number of tokens of a pass -> its seconds.
         """
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))

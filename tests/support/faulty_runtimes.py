@@ -1,5 +1,5 @@
-"""Runtimes of real stages with one fault each: a process that dies, hangs, is late, or has weights that are not those
-that were trained. A test names one with `use_runtime`."""
+"""Runtimes of real stages with one fault each: a process that dies, hangs, is late, or has other weights than were
+trained. A test names one with `use_runtime`."""
 
 from __future__ import annotations
 
@@ -317,8 +317,8 @@ INSTRUCTIONS = "of another processor"
 
 
 class OtherBits(StageRuntime):
-    """A runtime as another machine would have it, for runs that go on elsewhere: a trained policy comes out a little
-    different, and the worker says that its processor is another."""
+    """A runtime as on another machine, for runs that are continued elsewhere: a trained policy comes out a little
+    different, and the worker reports another processor."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)

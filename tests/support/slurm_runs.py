@@ -66,7 +66,7 @@ def printed(config: RunConfig) -> str:
 
 
 def updated(config: RunConfig, step: int) -> bool:
-    """Whether both updates of a step are committed."""
+    """Return True if both updates of a step are committed."""
     ledger = config.stored.ledger()
     return all(ledger.find(Address(stage, step)) is not None for stage in ("update_policy", "update_critic"))
 

@@ -537,7 +537,7 @@ def test_logprob_nodes_are_left_out_where_they_add_nothing(base: Path, changes: 
     ],
 )
 def test_exported_versions(base: Path, changes: tuple[str, ...], expected: list[int]) -> None:
-    """The last one, every n-th, and those that are evaluated if rollouts are deleted; memory is planned for exports
+    """The last version, every n-th, and the evaluated ones if rollouts are deleted. Memory is planned for exports
     during training exactly if there are some."""
     config = load(base, "steps=6", *changes)
     assert [version for version in range(7) if config.exports(version)] == expected

@@ -147,7 +147,7 @@ def test_too_little_memory_is_refused_with_layouts_that_fit(tmp_path: Path) -> N
 
 
 def test_a_layout_that_fits_can_be_given_as_it_is_written(tmp_path: Path) -> None:
-    """It has all settings: those that a layout of before sets are replaced, and not kept beside it."""
+    """The text has all settings, so that it replaces every setting of an earlier layout."""
     before = "placement.gangs.all.layout={sequence_parallel: true, recompute: selective, recompute_modules: [mlp]}"
     large = "model.policy.micro_batch_tokens=32768"
     limits = MemoryLimits(math.inf, 80 * GIB, 10)

@@ -208,7 +208,7 @@ def test_gpus_that_are_broken_or_taken(
 def test_a_gpu_of_others_is_not_looked_at(
     settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvidia-smi lists all GPUs of the host, also those that CUDA_VISIBLE_DEVICES hides."""
+    """nvidia-smi lists all GPUs of the host, even if CUDA_VISIBLE_DEVICES hides some."""
     nvidia_smi(monkeypatch, tmp_path, used=9000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="another"))
     theirs = gpus.Gpu(0, "GPU-1", "H100", "580", 1 << 36, 9 << 30, 0)

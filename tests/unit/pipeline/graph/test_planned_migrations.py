@@ -246,7 +246,7 @@ def test_only_when_every_replica_has_reported() -> None:
 
 
 def test_one_plan_at_a_time() -> None:
-    """Rows on their way are in no report, and those that arrived are in none until both replicas have reported."""
+    """Rows on their way are in no report, and neither are arrived rows until both replicas have reported."""
     tails = planner(1, 2, 3)
     orders = ordered(tails, 3)
     assert shape([migration for _, migration in orders]) == [(0, 2, [0]), (1, 2, [10, 11])]
@@ -376,7 +376,7 @@ class Played:
         return last_s
 
     def _begin(self, replica: int, now_s: float) -> None:
-        """Send away the rows that are to leave, and begin a pass of those that stay."""
+        """Send away the rows that are to leave, and begin a pass of the others."""
         here = self._here[replica]
         for number, migration in self._leaving[replica]:
             going = {one.key: here.pop(one.key) for one in migration.rows if one.key in here}

@@ -151,7 +151,8 @@ class HeldRuntime(StageRuntime):
 
 
 class HeldCopyRuntime(HeldRuntime):
-    """A runtime as `HeldRuntime`, but a replica stands still after the first part of the first row that it gets. It continues to compute passes. Rows without a full block of keys and values to copy stay.
+    """A runtime as `HeldRuntime`, but a replica stands still after the first part of the first row that it gets. It
+    continues to compute passes. Rows without a full block of keys and values to copy stay.
 
     - `copying@<worker>`: written by the replica then: its process id
     - `hold`: while it is there, the replica does not continue that row

@@ -512,10 +512,8 @@ def _train(plan: _VariantPlan, tracker: Tracker) -> Comparison | None:
 
 
 def _publish_parent_weights(plan: _VariantPlan) -> None:
-    """Rebuild the parent's weights, as far as the training and the comparison need them.
-
-    - If the variant does not start at version 0: save version `steps.start` of each trained role in `scratch`.
-    - If the policies are compared: publish version `steps.stop` of the parent's policy."""
+    """Rebuild the parent's weights: version `steps.start` of each trained role in `scratch` (unless 0), where the
+    variant starts, and for the comparison version `steps.stop` of the policy, published."""
     config = plan.config_with_own_board("parent")
     for role in plan.trained_roles if plan.steps.start else (Role.POLICY,) if plan.is_compared else ():
         with runtime_for(config, role) as runtime:

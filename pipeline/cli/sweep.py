@@ -173,11 +173,8 @@ def command(options: argparse.Namespace) -> int:
 def _submit(
     configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths, max_running: int | None
 ) -> int:
-    """Submit the runs that are not done and have no job, and return the exit code. `folder`: the directory of the
-    sweep. `max_running`: maximum number of runs at the same time.
-
-    If the runs cannot be one job array, each is submitted as its own job. If one of these jobs is refused, the others
-    are still submitted."""
+    """Submit the runs that are not done and have no job, and return the exit code. Runs that cannot be one job array
+    are a job each. If one of these is refused, the others are still submitted."""
     done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if has_all_steps(config)}
     jobs = {config.name: unfinished_job_text(config) for config in configs if config.name not in done}
     for config in configs:
@@ -255,12 +252,8 @@ def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_arr
 
 
 def _with_parent_run(configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
-    """Create the parent run in MLflow, and return the configs with its id. Without tracking, return the configs
-    unchanged. `folder`: directory for the parent run's data.
-
-    Raises:
-        ConfigError: MLflow cannot be reached, so the parent run cannot be created.
-    """
+    """Create the parent run in MLflow, with its data in `folder`, and return the configs with its id. Without tracking,
+    return them unchanged. Raises ConfigError if MLflow cannot be reached."""
     config = configs[0]
     if config.tracking.uri is None:
         return list(configs)

@@ -248,10 +248,9 @@ def layout_text(layout: LayoutConfig) -> str:
 def _max_bytes_at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the maximum number of bytes that these workers hold on a GPU at one time. In a group of gangs that share
-    devices, one gang is active at a time and counts in full. The other gangs of the group count with the bytes that
-    they leave on the device. The sum is computed with the active gang that makes it largest. `shares`: worker -> the
-    number of GPUs over which its bytes are spread."""
+    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices one counts in
+    full, and the others with what they leave there. `shares`: worker -> number of GPUs over which its bytes are
+    spread."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:

@@ -236,15 +236,9 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
 
 
 def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: type) -> Iterator[tuple[str, str]]:
-    """Yield (key path below the section, end of the error's message) for an unknown key of a section. The text says
-    what to use instead, or why there is no such setting, or which settings the section has. If the key is a section of
-    another system, yield this for each key in it.
-
-    Args:
-        value: the key's value, as an omegaconf node.
-        prefix: key path of the section, with a dot at its end; "" for the whole config.
-        schema: the section's settings.
-    """
+    """Yield (key path below the section, end of the error's message) for an unknown key, or for each key in it if it is
+    a section of another system. The text says what to use instead, why there is no such setting, or what the section
+    has. `prefix`: key path of the section, with a dot at its end. `schema`: the section's settings."""
     settings = [*map(str, schema)]
     sections = [name for name in settings if isinstance(schema._get_node(name), DictConfig)]
     is_misspelt = bool(difflib.get_close_matches(key.lower(), sections, 1, _MIN_SIMILARITY))
@@ -597,13 +591,9 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
-    """Merge the sources into the defaults. If this fails, find the keys at fault, and merge again without them. Return
-    the merged config, and an error for each key that was left out.
-
-    Raises:
-        ConfigError: a file is the config of another command, no key can be found that makes the merge fail, or the
-            merge fails even without the keys at fault.
-    """
+    """Merge the sources into the defaults, without the keys that make this fail. Return the merged config, and an error
+    for each such key. Raises ConfigError if a file is the config of another command, or if no keys at fault can be
+    found."""
     try:
         return _merge_one_by_one(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
@@ -645,10 +635,8 @@ def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
 
 def _drop_replaced_rewards(merged: DictConfig, source: DictConfig, overrides: DictConfig) -> None:
     """Remove from `merged` what belongs to a reward that `source` replaces: the arguments of a part whose kind changes,
-    all parts if `source` gives one `kind` (the short form), and the short form if `source` gives a part with a kind.
-
-    `overrides`: the earlier `key=value` overrides. Arguments in them stay when the kind changes, because they may be
-    meant for the new kind."""
+    all parts if `source` has the short form (`kind`), and the short form if it has a part with a kind. Arguments in
+    earlier `key=value` `overrides` stay, because they may be meant for the new kind."""
     for section in ("reward", "evaluate.reward"):
         new, old = OmegaConf.select(source, section), OmegaConf.select(merged, section)
         if not isinstance(new, DictConfig):

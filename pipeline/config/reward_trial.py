@@ -92,12 +92,8 @@ def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str
 
 
 def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
-    """Return made-up rows on which rewards are tried, in the form of rows that an engine generates. A few prompts are
-    chosen, and each of them gets all made-up responses.
-
-    `section`: reward or evaluate.reward. Its rewards score training prompts, held-out prompts or both. The first
-    `NUM_PROMPTS` prompts of each of these sets are chosen.
-    """
+    """Return made-up rows on which rewards are tried: all made-up responses to the first `NUM_PROMPTS` prompts of each
+    set that the rewards of `section` score (training, held out)."""
     prompts = checked.prompts
     numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]

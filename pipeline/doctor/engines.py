@@ -83,10 +83,8 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
 
 
 def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob, ...]]) -> Finding:
-    """Run test jobs on engines, and compare their results with the result of a reference job. The reference job runs
-    the embedded engine on the CPU, in float32 with plain torch kernels. The groups of jobs run at the same time, each
-    in a process of its own. If the jobs are for the CPU, one process runs all of them and the reference job. Raises
-    Fault if a result is wrong."""
+    """Run test jobs on engines, the groups at the same time, and compare them with the embedded engine on the CPU, in
+    float32 with plain torch kernels. Jobs for the CPU run in the process of this reference. Raises Fault."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
     on_cpu = jobs[0].device == "cpu"  # then one process runs all jobs, so it loads the libraries once

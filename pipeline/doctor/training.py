@@ -228,11 +228,8 @@ def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
 
 @cache
 def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult]:
-    """Run gangs at the same time, and return job -> results. The results are cached, because several tests need them.
-
-    Raises:
-        NotApplicable: a model does not fit into memory.
-        Fault: a process failed, or was still running at the deadline."""
+    """Run gangs at the same time, and return job -> results, cached for several tests. Raises NotApplicable if a model
+    does not fit into memory, Fault if a process failed or passed the deadline."""
     for job in {job for gang in gangs for job in gang}:
         _refuse_too_large(job)
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:

@@ -394,10 +394,9 @@ class Attempts:
         self._context.journal.append_now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
 
     def _on_abandoned_end(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
-        """Handle the end of an abandoned attempt: it was overdue, so its node was given to another worker too. With an
-        outcome the node is done, unless the other attempt was done first. Without an outcome the other attempt goes on.
-        The overdue worker is alive, and gets work again once all its abandoned attempts have ended. `outcome`: the
-        attempt's report; None if it ended with an error."""
+        """Handle the end of an attempt that was overdue, so that its node was given to another worker too. The first of
+        the two with an outcome counts. The overdue worker gets work again once all its abandoned attempts have
+        ended."""
         node, abandoned = attempt.submit.node, self._abandoned[worker]
         del abandoned[node.address]
         if not abandoned:

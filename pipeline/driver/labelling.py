@@ -194,10 +194,8 @@ def _label_all(
 def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """Return the content of summary.json: the numbers of prompts, responses and pairs, the number of dropped pairs for
-    each reason (`dropped`), and the path of the file with the pairs (`file`). The key `orders_agree` has the fraction
-    of pairs in which the judge preferred the same response in both orders of presentation. It covers only the pairs in
-    `rows` that were judged in both orders, and is None if there are none."""
+    """Return the content of summary.json. `orders_agree` is the share of the pairs judged in both orders of
+    presentation in which the judge preferred the same response; None if there are none."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {

@@ -365,10 +365,8 @@ def variant_source(config: RunConfig) -> VariantSource:
 
 
 def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
-    """Return the facts that decide which numbers of two runs can be compared (`Sameness`). Each fact is a text. If two
-    runs differ in a fact, the numbers that depend on it are not compared. The texts contain settings, and digests of
-    the models' files from the identity. Without an identity, the paths of policy, reference and tokenizer replace the
-    digests."""
+    """Return the facts that decide which numbers of two runs can be compared: settings, and digests of the models'
+    files. If there is no identity, paths replace the digests."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
     flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})

@@ -511,12 +511,8 @@ class Supervision:
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _leave_out(self, key: WorkerKey, error: Exception, *, retry_at_join: bool = False) -> None:
-        """Leave a worker out, if another replica of its pool is up or being built. The worker is built again after
-        `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins.
-
-        Raises:
-            Exception: `error`, if no other worker can do its work.
-        """
+        """Leave a worker out, if another replica of its pool is up or being built; else raise `error`. It is built
+        again after `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins."""
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         again_s = self._context.settings.start_timeout_s
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]

@@ -107,10 +107,8 @@ class Flow:
             self.advance()
 
     def _update_window(self, node: Node) -> None:
-        """Record a node's commit in the state of the window: the readers of weights, the number of trained steps, and
-        the open steps. A step whose nodes are all done leaves the open steps, and is reported with `on_step`. No step
-        is opened here. The method `advance` does that in a loop, because a resumed run may find thousands of committed
-        steps."""
+        """Record a node's commit in the state of the window. A step whose nodes are all done is closed and reported
+        with `on_step`. `advance` opens steps, in a loop, because a resumed run may find thousands of committed ones."""
         step = step_of_node(node)
         if self._reopened:
             self._reopened.discard(node.address)

@@ -96,11 +96,8 @@ def render_doctor(config: RunConfig, place: ScriptValues, arguments: Sequence[st
 
 
 def _fill_template(template: Path, filled: Mapping[str, str]) -> str:
-    """Return the text of a template in which each placeholder `@NAME@` is replaced by the value of `NAME` in `filled`.
-
-    Raises:
-        ConfigError: the template cannot be read, or the names of its placeholders are not exactly the keys of `filled`.
-    """
+    """Return a template's text with `filled[NAME]` for each `@NAME@`. Raises ConfigError if it cannot be read, or if
+    its placeholders are not exactly the keys of `filled`."""
     try:
         text = template.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:

@@ -140,11 +140,8 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
 
 @contextmanager
 def _hold_submission_locks(runs: Sequence[RunPaths]) -> Iterator[None]:
-    """Hold the submission lock of each run during the `with` block. In the block, the caller looks for existing jobs of
-    the runs, submits the new job, and records it.
-
-    Raises:
-        ConfigError: another process is submitting one of the runs."""
+    """Hold each run's submission lock, while the caller looks for its jobs, submits one and records it. Raises
+    ConfigError if another process is submitting one of the runs."""
     with ExitStack() as stack:
         for paths in runs:
             paths.job.mkdir(parents=True, exist_ok=True)

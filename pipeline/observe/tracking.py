@@ -417,11 +417,8 @@ class _Writer:
         return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the writer to end. If this takes longer than `ANNOUNCE_S`, log a warning that names the target and
-        the time limit. There is no such warning if the writer has already warned that the store is down.
-
-        Raises:
-            TimeoutExpired: the writer has not ended after `timeout_s` seconds."""
+        """Wait for the writer to end. After `ANNOUNCE_S`, log the target and the time limit, unless the writer has
+        warned that the store is down. Raises TimeoutExpired."""
         if timeout_s > ANNOUNCE_S:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)

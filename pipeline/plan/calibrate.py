@@ -142,12 +142,9 @@ def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
 def _fit_kinds(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration
 ) -> tuple[Calibration, dict[str, Any], list[str]]:
-    """Fit the speed of each kind of work to the executed nodes of the runs. Return three things:
-
-    - `usual`, unchanged, because the fitted speeds are valid only with its other fields, such as `thread_share`
-    - the fitted fields of a calibration: name -> value
-    - the kinds of work whose numbers are partly assumed, because the measured nodes do not determine them
-    """
+    """Fit the speed of each kind of work to the executed nodes. Return `usual` (the speeds are valid only with its
+    other fields), the fitted fields, and the kinds whose numbers are partly assumed, because no node determines
+    them."""
     runs = [one.alone(usual.crowding) for one in runs]
     samples = samples_of(runs, cluster, usual)
     for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
@@ -248,11 +245,9 @@ def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
 def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
-    """Replay the shards of one engine (`nodes`). Yield a pair for each shard: its index in `nodes`, and the predicted
-    work of the engine from the shard's start to the end of its rows. A shard joins `queue` at its measured start. It
-    leaves `queue` at the predicted end of its rows, or at their measured end if that is earlier. `after_s`: for each
-    shard, the seconds between the end of its rows and the end of its node, in which the output is stored and committed.
-    """
+    """Replay the shards of one engine (`nodes`). Yield each shard's index, and the engine's predicted work until the
+    end of its rows. It joins `queue` at its measured start, and leaves at the predicted or the measured end of its rows
+    (`after_s` before the end of the node), whichever is earlier."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()

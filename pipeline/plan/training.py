@@ -431,11 +431,8 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: Numbers, backward_s: Numbers) -> Numbers:
-    """Return the seconds that the data-parallel collectives of `steps` optimizer steps add to the passes.
-
-    Args:
-        forward_s, backward_s: seconds of a pass of one micro-batch in one stage.
-    """
+    """Return the seconds that the data-parallel collectives of `steps` optimizer steps add to the passes. `forward_s`,
+    `backward_s`: seconds of a pass of one micro-batch in one stage."""
     models, layout = gang.models, gang.models.layout
     numbers, data = gang.trained[role], models.data_ranks
     if data == 1:

@@ -415,10 +415,8 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
-    """Start to write the policy in Hugging Face layout while the run continues. A half-written export never has the
-    final name.
-
-    `board`: the board that has the version. None: the version is published again, on a new board on this host."""
+    """Start to write the policy in Hugging Face layout in the background. A half-written export never has the final
+    name. Without a `board`, the version is published again on a new one."""
     updates, exports = require_part(parts.updates), parts.config.stored.exports()
     staged, own = exports.staged(version), parts.board.directory / f"export-{version}"
 

@@ -161,10 +161,9 @@ class VersionedEngine:
                 self._changed.notify_all()
 
     def _load(self, version: int, lease: WeightLease) -> None:
-        """Verify the published weights and load them. The bytes are read twice: here for the checksum, and by the
-        engine, which also checks that all numbers are finite. If the engine cannot load tensors of this process, the
-        numbers are checked here together with the checksum. Raises EngineLost if an earlier load failed half-way and
-        made the engine unusable."""
+        """Verify the published weights and load them. Bytes are read here for the checksum, and by the engine, which
+        also checks that numbers are finite; here too if it cannot load this process's tensors. Raises EngineLost after
+        a load that failed half-way."""
         if self._broken is not None:
             raise EngineLost(self._broken)
         can = self._engine.capabilities

@@ -229,13 +229,9 @@ class CollectiveWatch:
             raise missing from error
 
     def _find_missing(self, where: str) -> RanksMissing | None:
-        """Return an error that names the missing ranks, or None if no rank is missing. Call this after a collective has
-        failed on this rank. The call notes the failure in the gang's key-value store. The other ranks do so too if the
-        collective fails for them. A rank without such a note is missing.
-
-        Rank 0's process serves the store. If it does not answer, rank 0 is the missing rank. If it has ended,
-        DistNetworkError is raised. `where`: name of the work that the collective belongs to.
-        """
+        """Return an error that names the ranks that are missing after a failed collective, or None. Each rank for which
+        it failed notes this in the gang's store; a rank without a note is missing. Rank 0 serves the store: it is
+        missing if it does not answer, and DistNetworkError is raised if it has ended. `where`: name of the work."""
         answer: SimpleQueue[RanksMissing | dist.DistNetworkError | None] = SimpleQueue()
 
         def ask() -> None:

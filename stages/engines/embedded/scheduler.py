@@ -199,12 +199,9 @@ class Scheduler:
         return chunk
 
     def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:
-        """Give a row blocks for `num_tokens` positions, and return True. While no block is free, preempt the youngest
-        row that is not under way. Return False in two cases:
-
-        - The row itself is the youngest of all rows, so it was preempted.
-        - All younger rows are under way, so the row must wait.
-        """
+        """Give a row blocks for `num_tokens` positions, preempting the youngest row that is not under way while none is
+        free. Return False if the row itself is the youngest, and was preempted, or if it must wait for younger rows
+        under way."""
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())

@@ -216,10 +216,9 @@ class RemoteEngine:
             raise self._lost_error(f"cannot be talked to: {error}") from error
 
     def _first_answer(self) -> dict[str, Any] | None:
-        """Return the server's answer to `hello`: the first message that is not a beat. Return None if the server has
-        closed the connection. Raises TimeoutError if the answer does not come within `start_s`, or if the server sends
-        no message at all for too long. Beats do not extend `start_s`, since a server that hangs in its start sends them
-        too."""
+        """Return the server's answer to `hello`, or None if it has closed the connection. Raises TimeoutError if it
+        sends nothing for too long, or no answer within `start_s`: beats do not extend this, since a hanging server
+        sends them too."""
         settings, begun_at = self._settings, time.monotonic()
         timeout_s = max(settings.message_timeout_s, _START_MESSAGE_TIMEOUT_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:

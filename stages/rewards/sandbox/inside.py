@@ -78,12 +78,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Fork a child and confine it. The function returns only in this child. The calling process becomes the keeper (see
-    the top of this file): it waits for the child, and ends with it.
-
-    The result is a dictionary: target (`process.PROTECTIONS`) -> the mechanism that protects it, or None if it is not
-    protected.
-    """
+    """Fork a child and confine it. Return, in the child only, target (`process.PROTECTIONS`) -> the mechanism that
+    protects it, or None. The calling process becomes the keeper (see the top of this file)."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)
@@ -155,12 +151,8 @@ def _namespaces_work(network: bool) -> bool:
 
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
-    """Fork, and return in the child only. The parent becomes the keeper of the child. It waits until the child ends,
-    and then ends with the child's exit status.
-
-    `scratch`: scratch folder, which the keeper must delete. It is given only for a sandbox without namespaces. The
-    keeper then also kills all descendants that are left.
-    """
+    """Fork, and return in the child only. The parent becomes its keeper, and ends with its exit status. Without
+    namespaces it also deletes the folder `scratch`, and kills all descendants that are left."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:

@@ -240,10 +240,8 @@ class Student:
         return (possible - covered) / self._counts.total()
 
     def _choose_vocabulary(self) -> None:
-        """Choose the head's vocabulary, and create a head with it. The vocabulary consists of the most frequent tokens
-        of the responses. If there are too few different tokens, add the lowest token ids, which tokenizers give to
-        frequent tokens. A token that was in the old vocabulary keeps its learned weights. The optimiser's state is
-        reset."""
+        """Create a head with the most frequent tokens of the responses, and the lowest ids (frequent in tokenizers) if
+        there are too few. Tokens of the old vocabulary keep their learned weights. The optimiser's state is reset."""
         old, old_draft_ids, old_teacher_out = self._head, self._draft_ids, self._teacher_out
         frequent = [token for token, _ in self._counts.most_common(self._num_tokens)]
         taken = set(frequent)

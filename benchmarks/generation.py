@@ -225,7 +225,7 @@ def compare(
     path: Path, dtype: str, prompts: list[Row], repeats: int, engines: list[str]
 ) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """Compare all sides, greedy and sampled, with weights of one dtype. Return the rows of the table and the figures by
-    name. `engines`: those that the engine is compared with; none: transformers."""
+    name. `engines`: the engines to compare with; none: transformers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     roofline = measure_roofline(model)
     num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)

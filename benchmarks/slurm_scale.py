@@ -52,7 +52,7 @@ def noop_config(folder: Path, workers: int, nodes: int, steps: int, *, kind: str
     changes = [
         f"runs_dir={folder}", f"name=noop-{kind}", f"steps={steps}", "evaluate.every=0", "tracking.uri=null",
         "tracking.report=false", "cluster.dashboard=null", f"cluster.kind={kind}",
-        "cluster.start_timeout_s=1200", "cluster.arrival_timeout_s=1200",
+        "cluster.start_timeout_s=1200", *(["cluster.arrival_timeout_s=1200"] if kind == "attached" else []),
         f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
         f"placement.gangs.generate={{workers: {workers}, concurrent_shards: 1}}",
         f"rollout={{rows: {workers}, shards: {workers}}}",

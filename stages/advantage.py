@@ -126,8 +126,8 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
 def _shape_scores(
     scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, normalize: NormalizeConfig, state: Mapping[str, Any]
 ) -> tuple[torch.Tensor, RunningMoments]:
-    """Return the shaped scores, and the running moments including this step. Shaping replaces the scores of
-    responses without EOS and then normalises the scores, each if the config says so."""
+    """Return the scores after the penalty for a missing EOS and the normalisation, and the moments including this
+    step."""
     shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
     before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
     running = update_running_moments(before, shaped)
@@ -135,8 +135,7 @@ def _shape_scores(
 
 
 def _whitened_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, cfg: PPOConfig) -> torch.Tensor:
-    """Return the rewards, whitened if the config asks for it. Tokens outside the loss mask do not count in the
-    moments."""
+    """Return the rewards, whitened within the loss mask if the config asks for it."""
     return masked_whiten(rewards, loss_mask, keep_mean=True) if cfg.whiten_rewards else rewards
 
 
@@ -170,8 +169,7 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
 def _without_equal_groups(
     loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> torch.Tensor:
-    """Return the loss mask. If `cfg.skip_equal_groups` is true, the mask excludes the groups whose scores are all
-    equal."""
+    """Return the loss mask, under `cfg.skip_equal_groups` without groups whose scores are all equal."""
     if groups is None or not cfg.skip_equal_groups:
         return loss_mask
     return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
@@ -240,19 +238,13 @@ def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tenso
 def _ref_kl_metrics(
     rollout: Rollout, log_policy: torch.Tensor, log_ref: torch.Tensor, cfg: PPOConfig
 ) -> dict[str, float]:
-    """Return the metrics of the KL to the reference. `log_policy`: log pi_prox, or log mu if no proximal policy was
-    computed."""
+    """Return the metrics of the KL to the reference. `log_policy`: log pi_prox, else log mu."""
     log_mu, mask = rollout.sampler_logprobs, rollout.response_mask
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """Return the state that the `advantage` node of the next step gets:
-
-    - `step_kl_coef`: the argument `kl_coef`, the KL coefficient for the update of the present step
-    - `kl_coef`: the argument `next_coef`, the KL coefficient of the next step
-    - the other entries: the moments of all scores so far
-    """
+    """Return the state for the next step's `advantage`. `step_kl_coef` is the coefficient of this step's update."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,

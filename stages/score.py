@@ -163,14 +163,9 @@ def _batches(part: Part, samples: Sequence[Sample]) -> Iterator[list[int]]:
 def _scored(
     part: Part, samples: Sequence[Sample], known: Mapping[int, RowScores]
 ) -> tuple[dict[str, np.ndarray], set[str]]:
-    """Return (numbers, measured) for one component of the reward. `numbers`: name -> float32 [rows]. `measured`: the
-    names of the numbers that are not added to the score.
-
-    The reward chooses the names (`Scored`). If it returns a list of scores without names, the name is "". If it is an
-    ensemble, "disagreement" is one of the names.
-
-    `known`: index of a row -> its scores. The reward is asked for the other rows.
-    """
+    """Return the numbers of one component of the reward (name -> float32 [rows]), and the names of those that are not
+    added to the score. Scores without names have the name "", an ensemble also "disagreement". Rows in `known` (index
+    -> scores) are not asked for."""
     numbers_of: dict[str, np.ndarray] = {}
     measured: set[str] = set()
 

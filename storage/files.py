@@ -370,8 +370,7 @@ def _sync_together(descriptors: Sequence[int]) -> None:
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
-    """Run `one` and `other` at the same time, and return the result of `other`. If one of them raises, its error is
-    raised here after both have ended."""
+    """Run both at the same time, and return the result of `other`. Errors are raised after both have ended."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(other)
         one()
@@ -487,9 +486,8 @@ _NO_REQUEST = (("botocore.exceptions", "BotoCoreError"),)
 
 
 def _classes(*names: tuple[str, str]) -> tuple[type[Exception], ...]:
-    """Return the classes in `names`, which has (module, class) pairs. Classes of modules that are not imported yet are
-    left out: such a module cannot have raised an error. To import it would take time in every process of a run that
-    uses no object store."""
+    """Return the classes of (module, class) pairs. A module that is not imported cannot have raised an error, and
+    importing it would slow down every process without an object store."""
     return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
 
 

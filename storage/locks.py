@@ -197,15 +197,10 @@ def boot_identity() -> str:
 
 
 def _take(lock: IO[str], path: Path) -> None:
-    """Take the lock. The lock's file names its last holder. If this was a process of this host, only the system's lock
-    counts.
-
-    The system's lock may not reach another host. But a living holder keeps changing the file's modification time. So if
-    the last holder was on another host, watch the modification time for up to `HOLDER_TIMEOUT_S` seconds. If it
-    changes, the holder is alive. If it does not change, or is already `STALE_S` seconds old, take the lock.
-
-    Raises HeldByAnother if the holder on the other host is alive, or if another process has the lock.
-    """
+    """Take the lock. Its file names its last holder. The system's lock decides if that was on this host, but may not
+    reach another one. A living holder keeps changing the file's modification time. So if the last holder was on another
+    host, the time is watched for up to `HOLDER_TIMEOUT_S` seconds, unless it is `STALE_S` seconds old. Raises
+    HeldByAnother."""
     began, first, looks, age_s = time.monotonic(), _time(path), 0, None
     while True:
         locked = _try_lock(lock)
@@ -250,8 +245,7 @@ def _last_holder(lock: IO[str]) -> Holder | None:
 
 
 def _time(path: Path) -> int:
-    """Return the file's modification time in nanoseconds. Opens the file anew, because a network filesystem then asks
-    its server."""
+    """Return a file's modification time. Opening it makes a network filesystem ask its server."""
     with path.open() as file:
         return os.fstat(file.fileno()).st_mtime_ns
 

@@ -108,14 +108,12 @@ def _parquet(url: str) -> Iterator[Row]:
 
 
 def _reason(error: Exception, url: str) -> str:
-    """Return the message of an error. If the message is only the URL (fsspec's errors about web pages), return the
-    message of the error's cause."""
+    """Return an error's message, or its cause's if it is only the URL (fsspec's errors about web pages)."""
     return str(error.__cause__ or error) if str(error) == url else str(error)
 
 
 def _text(url: str) -> str:
-    """Return the text of a file without the byte order mark that spreadsheets write. Raises RowsError if the file
-    cannot be read or is not UTF-8."""
+    """Return a file's text, without a spreadsheet's byte order mark. Raises RowsError if it is not UTF-8."""
     try:
         return _content(url).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -187,8 +187,8 @@ class RolloutStore:
         return winner
 
     def _commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
-        """Make an output exist, and return the winning commit. With a writeback thread, the caller has this thread look
-        for an earlier commit in the segment of the step. So its next node does not wait for one more round trip."""
+        """Commit an output. A writeback thread looks for an earlier commit in the step's segment, so the caller need
+        not wait."""
         return self._ledger.commit(commit, before, closed=self._writeback is None)
 
     def _settle_unless_late(self, commit: Commit, contents: Mapping[str, bytes] | None) -> None:
@@ -446,8 +446,7 @@ class RolloutStore:
             return None
 
     def _plain(self, address: Address, name: str, num_rows: int) -> np.ndarray:
-        """Return the rows of an output's array as any Zarr reader sees them. Raises what Zarr raises
-        (`_UNREADABLE`)."""
+        """Return the rows of an output's array as any Zarr reader sees them."""
         rows = _rows_of(self._layout(address), address, num_rows)
         return _plain_array(self._data, f"{_group(address)}/{name}", rows)
 
@@ -483,25 +482,21 @@ class RolloutStore:
                 yield name, template, shard
 
     def _chunk_keys(self, commit: Commit) -> list[str]:
-        """Return the keys of a commit's files, such as `tokens/c.3.0`. A key is relative to the Zarr group of the
-        commit, which belongs to its step or its evaluated version."""
+        """Return the keys of a commit's files within its Zarr group, such as `tokens/c.3.0`."""
         return [f"{name}/{template.key(shard)}" for name, template, shard in self._blocks(commit)]
 
     def _metadata(self, commit: Commit) -> dict[str, bytes]:
-        """Return the Zarr metadata of a commit's arrays and groups: key of a `zarr.json` file -> its content. Programs
-        that read the arrays with Zarr alone need it."""
+        """Return key -> content of the `zarr.json` files that programs need that read a commit's arrays with Zarr
+        alone."""
         group = _group(commit.address)
         metadata = {"zarr.json": GROUP_METADATA, f"{group}/zarr.json": GROUP_METADATA} if commit.arrays else {}
         arrays = {name: template for name, template, _ in self._blocks(commit)}
         return metadata | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
     def _found(self, commit: Commit, *looks: Callable[[Commit], list[bytes | None]]) -> list[bytes | None]:
-        """Return the contents of a commit's files, in the order of `_chunk_keys`; None for a missing file. `looks`: the
-        functions to look with, one after the other, for files that were not found before.
-
-        A file is still in the attempt, or at its final place in the Zarr hierarchy. Another process may move it there
-        at any time. So a look at the final place must follow the look in the attempt.
-        """
+        """Return the contents of a commit's files in the order of `_chunk_keys`, found by the first look that finds
+        each. Another process may move a file at any time, so a look at its final place must follow the look in the
+        attempt."""
         contents: list[bytes | None] = [None] * len(self._chunk_keys(commit))
         for look in looks:
             if None not in contents:
@@ -568,9 +563,8 @@ class RolloutStore:
             files.remove(self._attempts, key + _PACKED)
 
     def _read_packed(self, commit: Commit) -> dict[str, bytes] | None:
-        """Return the files of an attempt in an object store: name -> content. All files of an attempt are packed into
-        one object. Return None if this object does not exist, or no longer exists. Raises DamagedAttempt if it is
-        damaged."""
+        """Return name -> content of an attempt's files, which an object store holds in one object. Raises
+        DamagedAttempt."""
         key = attempt_key(commit.address, commit.attempt) + _PACKED
         data = files.read(self._attempts, key)
         return None if data is None else unpack(data, self._attempts.at(key))

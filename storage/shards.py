@@ -94,8 +94,7 @@ class Template:
         return _with_attributes(self.metadata, attributes)
 
     def _as_stored(self, block: np.ndarray) -> np.ndarray:
-        """Return the rows as a C-contiguous array of the stored dtype. Raises ValueError if `block` does not have the
-        shape of a shard."""
+        """Return the rows, contiguous in the stored dtype. Raises ValueError for another shape than a shard's."""
         shape = (self.chunk[0] * self.num_chunks, *self.chunk[1:])
         if block.shape != shape:
             raise ValueError(f"rows of shape {block.shape}, but a shard's is {shape}")

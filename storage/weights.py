@@ -13,11 +13,11 @@ names its .bin, so that two publishers of one version cannot mix their files. A 
 .bin without a manifest; the next publish of that version removes it. Publisher and readers must see each other's pids
 (one host, one pid namespace).
 
-Several processes of a host can write one version together. One process opens an `attempt`. All processes put their
+Several processes of a host can write one version together. One process calls `begin_write`. All processes put their
 parts of the tensors at the tensors' places. Then each process computes the checksums of some tensors, and the process
-that opened the attempt links the manifest:
+that began the write links the manifest:
 
-    attempt(version, places) ──► put(part) … put(part) ──► sums(places) ──► finish(sums)
+    begin_write(version, places) ──► put(part) … put(part) ──► sums(places) ──► finish(sums)
 
 numpy has no bfloat16, so a bfloat16 tensor is stored as its bit pattern in uint16 and marked in the manifest.
 """
@@ -114,14 +114,14 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class WeightAttempt:
+class WeightWrite:
     """A version that one or more processes of a host are writing."""
 
     version: int
     file: str
     places: tuple[FilePlace, ...]
     exists: bool
-    """True if the version was published before this attempt. The attempt's `file` is then the file of that version.
+    """True if the version was published before this write. The write's `file` is then the file of that version.
     `WeightBoard.put` writes nothing, and checks that the file already has the same bytes."""
 
 
@@ -182,14 +182,14 @@ class WeightBoard(Closing):
         exists with other tensors, or if a dtype does not fit its array. Raises StoreRefused if the memory is full; no
         file is left then.
         """
-        with self.attempt(version, _describe(tensors, dtypes or {})) as attempt:
-            for place in attempt.places:
-                self.put(attempt, place, tensors[place.name].reshape(1, -1))
-            return self.finish(attempt, self.sums(attempt, attempt.places))
+        with self.begin_write(version, _describe(tensors, dtypes or {})) as write:
+            for place in write.places:
+                self.put(write, place, tensors[place.name].reshape(1, -1))
+            return self.finish(write, self.sums(write, write.places))
 
     @contextlib.contextmanager
-    def attempt(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightAttempt]:
-        """Return a context in which a version can be written. When the context ends, the attempt's file is removed
+    def begin_write(self, version: int, places: tuple[FilePlace, ...]) -> Iterator[WeightWrite]:
+        """Return a context in which a version can be written. When the context ends, the write's file is removed
         unless it has become the version's file.
 
         `places`: name, dtype, shape and byte range of each tensor. Raises ValueError if the version exists already with
@@ -197,13 +197,13 @@ class WeightBoard(Closing):
         """
         existing = self.manifest(version)
         if existing is not None:
-            begun = WeightAttempt(version, existing.file, places, exists=True)
+            begun = WeightWrite(version, existing.file, places, exists=True)
             if places != tuple(FilePlace(t.name, t.dtype, t.shape, t.offset, t.nbytes) for t in existing.tensors):
                 raise _other_tensors(begun)
             yield begun
             return
         self.remove_torn(version)
-        begun = WeightAttempt(version, f"{unique_name(version)}.bin", places, exists=False)
+        begun = WeightWrite(version, f"{unique_name(version)}.bin", places, exists=False)
         path = self.directory / begun.file
         try:
             self._tried(version, lambda: self._begin(path, _file_bytes(places)))
@@ -213,25 +213,25 @@ class WeightBoard(Closing):
             if linked is None or linked.file != begun.file:
                 path.unlink(missing_ok=True)
 
-    def sees(self, attempt: WeightAttempt) -> bool:
-        """Return True if the attempt's file is on this board. False if it is on the board of another host."""
-        return (self.directory / attempt.file).exists()
+    def sees(self, write: WeightWrite) -> bool:
+        """Return True if the write's file is on this board. False if it is on the board of another host."""
+        return (self.directory / write.file).exists()
 
-    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+    def put(self, write: WeightWrite, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
         """Write `rows` [n, ...], a part of a tensor. Row i goes to byte `start + i * stride` of the tensor. A stride of
         0 means that the rows follow each other without gaps. Any process of the host may call this.
 
         Raises StoreRefused if the memory is full. Raises ValueError if the version exists and has other bytes at these
         places."""
-        path = self.directory / attempt.file
-        self._tried(attempt.version, lambda: self._put(attempt, path, place.offset + start, rows, stride))
+        path = self.directory / write.file
+        self._tried(write.version, lambda: self._put(write, path, place.offset + start, rows, stride))
 
-    def sums(self, attempt: WeightAttempt, places: Iterable[FilePlace]) -> dict[str, int]:
+    def sums(self, write: WeightWrite, places: Iterable[FilePlace]) -> dict[str, int]:
         """Return name of a tensor -> XXH3-64 sum of its bytes, for the tensors at `places`. All parts of these tensors
         must have been written. Raises StoreError if the file is too short."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
         sums = {}
-        with (self.directory / attempt.file).open("rb", 0) as stream:
+        with (self.directory / write.file).open("rb", 0) as stream:
             for place in places:
                 seen, left = xxhash.xxh3_64(), place.nbytes
                 stream.seek(place.offset)
@@ -239,24 +239,24 @@ class WeightBoard(Closing):
                     seen.update(buffer[:count])
                     left -= count
                 if left:
-                    raise StoreError(f"weights: {place.name} ends {left} bytes after the end of {attempt.file}")
+                    raise StoreError(f"weights: {place.name} ends {left} bytes after the end of {write.file}")
                 sums[place.name] = seen.intdigest()
         return sums
 
-    def finish(self, attempt: WeightAttempt, sums: Mapping[str, int]) -> Manifest:
-        """Publish the version of this attempt: link its manifest. All parts of its tensors must have been written.
-        Return the manifest under which the version now exists. This is the attempt's manifest, unless another process
-        has published the version before. Raises ValueError if the tensors in that manifest differ from this attempt's.
+    def finish(self, write: WeightWrite, sums: Mapping[str, int]) -> Manifest:
+        """Publish the version of this write: link its manifest. All parts of its tensors must have been written.
+        Return the manifest under which the version now exists. This is the write's manifest, unless another process
+        has published the version before. Raises ValueError if the tensors in that manifest differ from this write's.
         """
-        infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in attempt.places)
-        manifest = Manifest(attempt.version, attempt.file, infos, _digest(infos))
-        staged = (self.directory / attempt.file).with_suffix(".manifest")
-        if attempt.exists:
-            linked = self.manifest(attempt.version)
+        infos = tuple(TensorInfo(**vars(place), xxh3=sums[place.name]) for place in write.places)
+        manifest = Manifest(write.version, write.file, infos, _digest(infos))
+        staged = (self.directory / write.file).with_suffix(".manifest")
+        if write.exists:
+            linked = self.manifest(write.version)
         else:
-            linked = self._tried(attempt.version, lambda: self._link_new(staged, manifest))
+            linked = self._tried(write.version, lambda: self._link_new(staged, manifest))
         if linked is None or linked.digest != manifest.digest:
-            raise _other_tensors(attempt)
+            raise _other_tensors(write)
         return linked
 
     def open(self, version: int) -> WeightLease:
@@ -327,22 +327,21 @@ class WeightBoard(Closing):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tried(self, version: int, act: Callable[[], T]) -> T:
-        """Return the result of `act`. If `act` raises an error of the filesystem, the path of the version's files is
-        added to the message."""
+        """Return the result of `act`. The path is added to errors of the filesystem."""
         return retried(act, str(self.directory / stem(version)), 0.0)
 
     def _begin(self, path: Path, num_bytes: int) -> None:
         with self._new_file(path) as stream:
             stream.truncate(num_bytes)
 
-    def _put(self, attempt: WeightAttempt, path: Path, offset: int, rows: np.ndarray, stride: int) -> None:
+    def _put(self, write: WeightWrite, path: Path, offset: int, rows: np.ndarray, stride: int) -> None:
         data, row_bytes = _bytes(rows), rows.nbytes // max(1, len(rows))
         step = len(data) if stride in (0, row_bytes) else row_bytes
-        with path.open("rb" if attempt.exists else "r+b", 0) as stream:
+        with path.open("rb" if write.exists else "r+b", 0) as stream:
             for row, first in enumerate(range(0, len(data), max(1, step))):
                 run, at = data[first : first + step], offset + row * stride
-                if attempt.exists:
-                    _compare(stream.fileno(), run, at, attempt)
+                if write.exists:
+                    _compare(stream.fileno(), run, at, write)
                 else:
                     _write(stream.fileno(), run, at)
 
@@ -354,9 +353,8 @@ class WeightBoard(Closing):
             staged.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> IO[bytes]:
-        """Return a file to write into: the spare file (`_spare`) if it exists, else an empty file. The pages of the
-        spare file need not be allocated and zeroed, which takes longer than writing. Two publishers cannot get the same
-        file."""
+        """Return the spare file if it exists, else a new one. To allocate and zero new pages takes longer than to
+        write. Two publishers cannot get the same file."""
         try:
             self._spare.rename(path)
         except FileNotFoundError:
@@ -398,7 +396,7 @@ def stem(version: int) -> str:
 
 
 def unique_name(version: int) -> str:
-    """Return a unique name, without its ending, for the files of one attempt of this process at a version."""
+    """Return a unique name, without its ending, for the files of one write of a version by this process."""
     return f"{stem(version)}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -432,29 +430,27 @@ def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> t
 
 
 def _file_bytes(places: Iterable[FilePlace]) -> int:
-    """Return the length in bytes of a version's file: its tensors and the gaps between them, but at least one page,
-    because an empty file could not be mapped."""
+    """Return the length of a version's file, at least a page: an empty file could not be mapped."""
     return max(mmap.PAGESIZE, *(place.offset + place.nbytes for place in places), 0)
 
 
-def _other_tensors(attempt: WeightAttempt) -> ValueError:
-    return ValueError(f"weights v{attempt.version} are published already, with other tensors ({attempt.file})")
+def _other_tensors(write: WeightWrite) -> ValueError:
+    return ValueError(f"weights v{write.version} are published already, with other tensors ({write.file})")
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
-    """Write all bytes, without a mapping. On a full tmpfs a write raises OSError, but a store to a mapping would raise
-    SIGBUS."""
+    """Write all bytes. On a full tmpfs a write raises OSError, but a store to a mapping would raise SIGBUS."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count
 
 
-def _compare(file: int, data: memoryview, offset: int, attempt: WeightAttempt) -> None:
+def _compare(file: int, data: memoryview, offset: int, write: WeightWrite) -> None:
     """Raise ValueError if the file has other bytes than `data` from `offset` on."""
     for first in range(0, len(data), _PIECE_BYTES):
         piece = data[first : first + _PIECE_BYTES]
         if os.pread(file, len(piece), offset + first) != piece:
-            raise _other_tensors(attempt)
+            raise _other_tensors(write)
 
 
 def _digest(infos: tuple[TensorInfo, ...]) -> str:

@@ -189,8 +189,7 @@ def config_from_sources(sources: Sequence[str], *, runs_here: bool = True, tries
 
 
 def _refuse_settings_as_files(files: Sequence[str]) -> None:
-    """Raise ConfigError if one of `files` does not exist and its name is the name of a setting. The user probably wrote
-    `staleness 2` and meant `staleness=2`."""
+    """Raise ConfigError for a missing file with the name of a setting: `staleness 2` in place of `staleness=2`."""
     for name, after in zip_longest(files, files[1:]):
         if not Path(name).exists() and is_setting(name, RunConfig):
             value = after if after is not None and not Path(after).exists() else "..."

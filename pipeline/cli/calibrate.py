@@ -111,8 +111,8 @@ def calibrate_to_step_time(options: argparse.Namespace, cluster: HardwareCluster
     assumed = typical(hardware, on_gpus=cluster.gpus > 0)
     lengths = lengths_of(options.lengths, config, config.seed)
     target = require_fitting_target(config, cluster, options.hardware)
-    played = play(scenario_of(costs_of(target.run, cluster, assumed), lengths))
-    return scaled(assumed, played.steady_s, seconds, f"assumed speeds, scaled to a step of {seconds:g} s")
+    result = play(scenario_of(costs_of(target.run, cluster, assumed), lengths))
+    return scaled(assumed, result.steady_s, seconds, f"assumed speeds, scaled to a step of {seconds:g} s")
 
 
 def read_observed_run(run_dir: str, cluster: HardwareCluster) -> ObservedRun:

@@ -124,8 +124,7 @@ def _show_network(config: RunConfig) -> None:
 
 
 def _sandbox_line(key: str, protections: Mapping[str, str | None]) -> str:
-    """Return a line about the protections around a reward part's code on this host. `key`: config key of the part.
-    `protections`: what the code must not reach -> how this host prevents it, or None if it does not."""
+    """Return a line about a reward's sandbox. `protections`: what is out of reach -> how, or None if it is not."""
     kept = "; ".join(f"{what} ({how})" for what, how in protections.items() if how is not None)
     open_to_it = ", ".join(what for what, how in protections.items() if how is None)
     return f"sandbox of {key}: keeps it from {kept or 'nothing'}" + (f"; not from {open_to_it}" if open_to_it else "")
@@ -210,16 +209,8 @@ def _group_equal_hosts(hosts: Sequence[HostMemory]) -> Iterator[tuple[str, HostM
 
 
 def _check_on_target(config: RunConfig, target: str, text: str) -> int:
-    """Check a config against the cluster of `--as`, which need not exist. Print the placement and the predicted memory,
-    and return the exit code.
-
-    Args:
-        target: the config, as the user named it. The last printed line begins with it.
-        text: the cluster, such as `16x8xH100-80`.
-
-    Raises:
-        ConfigError: there is no such kind of cluster, or the run does not fit on it.
-    """
+    """Check a config (`target`: its name for the user) against the cluster of `--as`, such as `16x8xH100-80`, which
+    need not exist. Print placement and predicted memory. Raises ConfigError if the run does not fit."""
     cluster = read_cluster(text)
     checked = check_target(config, cluster, text)
     whole = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "a node"

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 from pipeline.cli.answers import BAD_INPUT, SUCCESS, print_line
-from pipeline.doctor.ladder import (
+from pipeline.doctor.runner import (
     DoctorResult,
     DoctorSettings,
     DoctorTest,

@@ -141,8 +141,7 @@ def _commits(history: History, stage: str, step: int) -> Iterator[Commit]:
 
 
 def _missing_values(array: np.ndarray, num_steps: int, num_rows: int) -> np.ndarray:
-    """Return an array for all rows of `num_steps` steps, filled with the store's value for missing elements. `array`:
-    stored array of one shard, which gives the type and the further dimensions."""
+    """Return an array for all rows of the steps, with the type of a shard's `array` and the store's fill value."""
     fill: Any = {"f": np.nan, "i": -1}.get(array.dtype.kind, False)
     return np.full((num_steps, num_rows, *array.shape[1:]), fill, array.dtype)
 

@@ -38,7 +38,7 @@ from pipeline.observe.text import format_duration, plain_text
 from pipeline.plan.calibrate import calibrate
 from pipeline.plan.calibration import Calibration
 from pipeline.plan.lengths import EmpiricalLengths, Lengths
-from pipeline.plan.search import DEVICES, Found, Objective, Plan, search
+from pipeline.plan.search import DEVICES, Objective, Plan, SearchResult, search
 from pipeline.plan.space import CRITIC, GENERATE, REFERENCE, STEPS, TRAIN, space_of
 
 _MOST_DEVICES = 16_384
@@ -75,13 +75,13 @@ def command(options: argparse.Namespace) -> int:
     priced = "; in brackets with the price of staleness" if options.staleness_price else ""
     print_line(f"s/step: wall time / steps of {STEPS} simulated steps, of which the first fill the pipeline{priced}")
     print_line("limited by latency: by the chain of weights, responses, update and new weights")
-    of = ((n, config.steps * plan.played.mean_s * plan.devices / 3600) for n, plan in enumerate(result.plans, 1))
+    of = ((n, config.steps * plan.result.mean_s * plan.devices / 3600) for n, plan in enumerate(result.plans, 1))
     print_line(f"device-hours of {config.steps:,} steps: {', '.join(f'plan {n} {hours:,.3g}' for n, hours in of)}")
     if options.samples is not None:
         steps = math.ceil(options.samples / config.rollout.rows)
         times = ", ".join(f"plan {n} {format_duration(steps * plan.value)}" for n, plan in enumerate(result.plans, 1))
         print_line(f"time to {options.samples:,} samples, with the price of staleness: {times}")
-    for line in _verdict(result, objective):
+    for line in _conclusion_lines(result, objective):
         print_line(line)
     if file is not None:
         write_config(file, _with_predictions(result.plans[0]))
@@ -124,10 +124,9 @@ def _read_inputs(
 
 
 def _with_predictions(plan: Plan) -> RunConfig:
-    """Return a plan's config with the predicted seconds of a step and of its stages. The summary of a run with this
-    config compares the predicted seconds with the measured seconds."""
-    by_stage = {stage: seconds / STEPS for stage, seconds in plan.played.stage_s.items() if seconds}
-    predicted = {"step": plan.played.mean_s, **by_stage}
+    """Return a plan's config with its predicted seconds, which the run's summary compares with the measured ones."""
+    by_stage = {stage: seconds / STEPS for stage, seconds in plan.result.stage_s.items() if seconds}
+    predicted = {"step": plan.result.mean_s, **by_stage}
     return replace(plan.config, predicted_s={name: float(f"{seconds:.4g}") for name, seconds in predicted.items()})
 
 
@@ -178,20 +177,20 @@ def _refusals(cluster: HardwareCluster, text: str) -> Callable[[RunConfig], str 
     return refuse
 
 
-def _table(result: Found, config: RunConfig, staleness_price: float) -> Table:
+def _table(result: SearchResult, config: RunConfig, staleness_price: float) -> Table:
     """Return a table of the plans. The best plan comes first. If staleness has a price, the column `s/step` also has
     the seconds with this price, by which plans are compared."""
     table = Table(title="Plans", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for heading in ("", "gangs", "staleness", "devices", "s/step", "samples /\ndevice-hour", "limited by"):
         table.add_column(heading, no_wrap=True)
     for number, plan in enumerate(result.plans, 1):
-        per_hour = 3600 * config.rollout.rows / plan.played.mean_s / plan.devices
+        per_hour = 3600 * config.rollout.rows / plan.result.mean_s / plan.devices
         row = (
             str(number),
-            plan.form,
+            plan.grouping,
             str(plan.config.staleness),
             str(plan.devices),
-            f"{plan.played.mean_s:.3g}" + (f" ({_priced_s(plan, staleness_price):.3g})" if staleness_price else ""),
+            f"{plan.result.mean_s:.3g}" + (f" ({_priced_s(plan, staleness_price):.3g})" if staleness_price else ""),
             f"{per_hour:,.0f}",
             plan.limit,
         )
@@ -202,7 +201,7 @@ def _table(result: Found, config: RunConfig, staleness_price: float) -> Table:
 def _priced_s(plan: Plan, staleness_price: float) -> float:
     """Return the seconds of a step with the price of the staleness that its rows have on average."""
     return Objective(staleness_price=staleness_price).value(
-        plan.played.mean_s, plan.devices, plan.played.mean_staleness
+        plan.result.mean_s, plan.devices, plan.result.mean_staleness
     )
 
 
@@ -231,24 +230,16 @@ def _placement(plan: Plan, on_gpus: bool) -> Iterator[str]:
         yield ", ".join(words)
 
 
-def _verdict(result: Found, objective: Objective) -> Iterator[str]:
-    """Yield lines for users about the result of a search for plans:
-
-    - the step times of the best synchronous and the best asynchronous plan, if both exist,
-    - the price of staleness from which on the asynchronous plan is worse, if both exist,
-    - the number of combinations of settings that fit, and how many of them were simulated,
-    - for each reason, the number of combinations that were left out.
-
-    The price of staleness is the fraction of additional samples that a run needs for each version of staleness. If the
-    asynchronous plan is worse at any price, the second line says so. Both plans are compared by `objective`, which has
-    the price that the user gave (`--staleness-price`).
-    """
+def _conclusion_lines(result: SearchResult, objective: Objective) -> Iterator[str]:
+    """Yield lines about the result of a search: the best synchronous and asynchronous step times, the price of
+    staleness from which on asynchrony is worse, and how many combinations fit, were simulated, or were left out, and
+    why. The price is the fraction of additional samples that a run needs for each version of staleness."""
     synchronous, asynchronous = result.best(synchronous=True), result.best(synchronous=False)
     if synchronous is not None and asynchronous is not None:
-        slow, fast = synchronous.played.mean_s, asynchronous.played.mean_s
+        slow, fast = synchronous.result.mean_s, asynchronous.result.mean_s
         eta = asynchronous.config.staleness
         yield f"synchronous: {slow:.3g} s a step; asynchronous: {fast:.3g} s with staleness {eta}"
-        age = asynchronous.played.mean_staleness
+        age = asynchronous.result.mean_staleness
         # without the price of staleness, of which the line below says where it is too high
         ratio = objective.value(slow, synchronous.devices, 0) / objective.value(fast, asynchronous.devices, 0)
         if ratio <= 1:

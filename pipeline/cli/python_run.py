@@ -86,9 +86,8 @@ def run(
 
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
-    """Return a context in which worker processes do not import the calling script. The import would start the run again
-    in each worker. multiprocessing imports the main module unless its spec has the name `__main__`. So the main module
-    gets such a spec until the context ends."""
+    """Keep worker processes from importing the calling script, which would start the run again in each. multiprocessing
+    imports the main module unless its spec has the name `__main__`."""
     main = sys.modules["__main__"]
     before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
     try:

@@ -154,8 +154,10 @@ class ReplayResult:
         expected = "difference must be 0"
         if self.tolerance:
             expected = f"another batch, layout or reward: floats may differ by {self.tolerance:g}, integers may not"
-        verdict = "identical" if self.is_identical else "as expected" if self.is_as_expected else "NOT as expected"
-        return Group(table, Text("\n".join([f"{verdict}: {expected}", *(f"not proven: {u}" for u in self.unproven)])))
+        conclusion = "identical" if self.is_identical else "as expected" if self.is_as_expected else "NOT as expected"
+        return Group(
+            table, Text("\n".join([f"{conclusion}: {expected}", *(f"not proven: {u}" for u in self.unproven)]))
+        )
 
 
 def command(options: argparse.Namespace) -> int:
@@ -222,16 +224,8 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> ReplayR
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
-    """Check if the run's engine can draw the same tokens again in the replay of a stage. Return sentences for the user
-    about what the replay will not prove.
-
-    There is one sentence if the engine repeats its draws except for rounding: rounding alone can then explain a
-    different token. There is none if the replay proves everything, if the stage draws no tokens, or if the node has no
-    commit. Without a commit there is no output to compare with.
-
-    Raises:
-        ConfigError: the engine cannot repeat its draws, so the replay would prove nothing.
-    """
+    """Return a sentence for the user if rounding alone may explain a different token in the replay of a stage. Raises
+    ConfigError if the engine cannot repeat its draws at all."""
     if stage not in DRAWING or commit is None:
         return ()
     problem = replay_problem(config.capabilities())
@@ -245,9 +239,7 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """Return what the run's engine keeps the same in a row if the other rows of its batch change: bits, tokens or none
-    (`Capabilities.invariance`). The set has several values if the engine ran on several kinds of devices, with
-    different guarantees."""
+    """Return the engine's `Capabilities.invariance`: several values if it ran on several kinds of devices."""
     return {config.capabilities(d).invariance for d in recorded_devices(config, read_identity(config.run_dir))}
 
 
@@ -274,15 +266,8 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
 
 
 def _used_version(config: RunConfig, node: Node, commit: Commit | None) -> int:
-    """Return the version of the weights that a node used. The version comes from
-
-    - the commit, if the node is a committed shard of a sampling stage,
-    - the node's last event in the journal that has a version, if the node has no commit and its version depends on
-      timing,
-    - the graph in all other cases.
-
-    Raises:
-        ConfigError: several versions sampled the shard."""
+    """Return the version of the weights that a node used. Without a commit, a version that depends on timing is in the
+    journal. Raises ConfigError if several versions sampled the shard."""
     if commit is not None and node.stage in SAMPLING:
         return _sampled_version(commit, node.address.shard)
     if commit is not None or node.newest_version is None:
@@ -494,8 +479,7 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
 
 
 def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]:
-    """Return the MLflow tags that name the parent and the repeated updates. If both runs are in the same MLflow store,
-    MLflow's own parent tag is among the tags."""
+    """Return the MLflow tags that name the parent and the repeated updates."""
     tags = {"stageline.parent": str(parent.run_dir.resolve()), "stageline.updates": f"{steps.start}:{steps.stop}"}
     uri = variant.tracking.uri
     run_id = None if uri is None else delivered_run_id(RunPaths(parent.run_dir).mlflow_spool, uri)
@@ -528,10 +512,8 @@ def _train(plan: _VariantPlan, tracker: Tracker) -> Comparison | None:
 
 
 def _publish_parent_weights(plan: _VariantPlan) -> None:
-    """Rebuild the parent's weights, as far as the training and the comparison need them.
-
-    - If the variant does not start at version 0: save version `steps.start` of each trained role in `scratch`.
-    - If the policies are compared: publish version `steps.stop` of the parent's policy."""
+    """Rebuild the parent's weights: version `steps.start` of each trained role in `scratch` (unless 0), where the
+    variant starts, and for the comparison version `steps.stop` of the policy, published."""
     config = plan.config_with_own_board("parent")
     for role in plan.trained_roles if plan.steps.start else (Role.POLICY,) if plan.is_compared else ():
         with runtime_for(config, role) as runtime:
@@ -564,9 +546,7 @@ def _train_and_export(plan: _VariantPlan, tracker: Tracker) -> list[RecordedStep
 
 
 def _parent_state(plan: _VariantPlan) -> Mapping[str, Any]:
-    """Return the parent's state, such as its KL coefficient, at the start of the variant's first step.
-
-    The state is empty if the variant starts at step 0. The KL coefficient is left out if the variant changes section
+    """Return the parent's state at the variant's first step, without the KL coefficient if the variant changes
     `ppo.kl`."""
     if not plan.steps.start:
         return {}
@@ -581,10 +561,8 @@ def _publish(host: ModelHost, config: RunConfig, version: int) -> None:
 
 
 def _held_out_scores(plan: _VariantPlan, whose: str) -> dict[int, float]:
-    """Sample and score responses to the held-out prompts. Return prompt index -> score.
-
-    The sampling noise depends on the prompt and not on the policy, so the scores of two policies can be compared in
-    pairs."""
+    """Return held-out prompt -> score of a sampled response. The noise depends on the prompt and not on the policy, so
+    two policies can be compared in pairs."""
     config, version = plan.config_with_own_board(whose), plan.steps.stop
     gang = config.placement.roles[Role.GENERATE.value]
     with runtime_for(config, (Role.GENERATE, Role.SCORE)) as runtime:

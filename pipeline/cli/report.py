@@ -52,12 +52,8 @@ def _read_configs(run_dirs: Sequence[str]) -> list[RunConfig]:
 
 
 def _output_path(given: str | None, configs: Sequence[RunConfig]) -> Path:
-    """Return the path of the report. `given`: the path of `--out`. Without it, a report about one run is in the run's
-    directory, and a report about several runs is `_COMPARISON_FILE`.
-
-    Raises:
-        ConfigError: the path is a directory, its parent directory does not exist, it does not end in .html, or it is an
-            existing file that is not a report."""
+    """Return the path of the report: `given` (`--out`), or in the directory of one run, or `_COMPARISON_FILE` for
+    several. Raises ConfigError if no report can be written there, or a file there is none."""
     if given is None and len(configs) == 1:
         return RunPaths(configs[0].run_dir).report
     file = _COMPARISON_FILE if given is None else Path(given)

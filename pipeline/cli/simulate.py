@@ -29,7 +29,7 @@ from pipeline.plan.calibration import Calibration, check_hardware, load_calibrat
 from pipeline.plan.cost import costs_of
 from pipeline.plan.lengths import FixedLengths, Lengths, parse_lengths
 from pipeline.plan.scenario import journal_events, scenario_of, trace_events
-from pipeline.plan.simulate import Execution, Failures, Played, Stragglers, play
+from pipeline.plan.simulate import Execution, Failures, SimulationResult, Stragglers, play
 
 _MOST_SLOWER = 1000
 """Maximum number of times as long that a straggler may take."""
@@ -53,14 +53,14 @@ def command(options: argparse.Namespace) -> int:
     drawn: list[Execution] = []
     keeps = options.timeline is not None or options.trace_file is not None
     scenario = scenario_of(costs, lengths, stragglers=stragglers, failures=failures, seed=options.seed)
-    played = play(scenario, (lambda one: _keep(drawn, one)) if keeps else None)
+    result = play(scenario, (lambda one: _keep(drawn, one)) if keeps else None)
     print_line(f"{options.hardware}: {cluster.hardware.description}; speeds: {calibration.description}")
     for line in assumptions(config, calibration, fixed=options.lengths is None):
         print_line(line)
-    output_console().print(_table(played, config, counts_failures=failures is not None))
+    output_console().print(_table(result, config, counts_failures=failures is not None))
     for line in fullest_gpu_lines(checked.run, workers_memory(checked.run), checked.hosts, checked.limits):
         print_line(line)
-    _write(options, config, played, drawn)
+    _write(options, config, result, drawn)
     return SUCCESS
 
 
@@ -136,7 +136,9 @@ def _failures(options: argparse.Namespace, config: RunConfig) -> Failures | None
     return Failures(options.failures_per_hour, rebuild_s, config.checkpoint.every)
 
 
-def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn: Sequence[Execution]) -> None:
+def _write(
+    options: argparse.Namespace, config: RunConfig, result: SimulationResult, drawn: Sequence[Execution]
+) -> None:
     """Write the timeline and the trace, if their options are given."""
     if options.timeline is not None:
         plots: Any = import_module("pipeline.observe.plots")  # matplotlib takes a second
@@ -144,40 +146,40 @@ def _write(options: argparse.Namespace, config: RunConfig, played: Played, drawn
         plots.plot_timeline(timeline, [], Path(options.timeline), f"{config.name}, simulated")
         print_line(f"timeline: {options.timeline}")
     if options.trace_file is not None:
-        events = trace_events(drawn, played.critical_path)
+        events = trace_events(drawn, result.critical_path)
         Path(options.trace_file).write_text(json.dumps({"traceEvents": events}), "utf8")
         print_line(f"trace: {options.trace_file} (for ui.perfetto.dev)")
 
 
-def _table(played: Played, config: RunConfig, *, counts_failures: bool) -> Table:
+def _table(result: SimulationResult, config: RunConfig, *, counts_failures: bool) -> Table:
     """Return the table of a simulation's results."""
     table = Table(title="Simulated run", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column()
-    for label, value in _rows(played, config, counts_failures=counts_failures):
+    for label, value in _rows(result, config, counts_failures=counts_failures):
         table.add_row(plain_text(label), plain_text(value))
     return table
 
 
-def _rows(played: Played, config: RunConfig, *, counts_failures: bool) -> Iterator[tuple[str, str]]:
-    samples = config.rollout.rows / played.mean_s if played.mean_s > 0 else 0.0
-    first, *later = played.step_s
-    yield "step time", f"{_seconds(played.mean_s)} (wall time / steps)"
+def _rows(result: SimulationResult, config: RunConfig, *, counts_failures: bool) -> Iterator[tuple[str, str]]:
+    samples = config.rollout.rows / result.mean_s if result.mean_s > 0 else 0.0
+    first, *later = result.step_s
+    yield "step time", f"{_seconds(result.mean_s)} (wall time / steps)"
     yield "first step", _seconds(first)
     if later:
         spread = f"from {_seconds(min(later))} to {_seconds(max(later))}"
-        yield "later steps", f"{_seconds(played.steady_s)} in the median, {spread}"
-    yield "wall time", f"{_seconds(played.wall_s)} for {config.steps} steps"
+        yield "later steps", f"{_seconds(result.steady_s)} in the median, {spread}"
+    yield "wall time", f"{_seconds(result.wall_s)} for {config.steps} steps"
     yield "speed", f"{samples:.3g} samples/s"
-    yield "busy", _shares(played.busy_s, played.wall_s)
-    path = {name: seconds for name, seconds in played.path_s.items() if seconds > 0.005 * played.wall_s}
-    yield "critical path", _shares(path, played.wall_s)
-    by_stage = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in played.stage_s.items())
+    yield "busy", _shares(result.busy_s, result.wall_s)
+    path = {name: seconds for name, seconds in result.path_s.items() if seconds > 0.005 * result.wall_s}
+    yield "critical path", _shares(path, result.wall_s)
+    by_stage = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in result.stage_s.items())
     yield "sum over nodes", f"{by_stage} (nodes that ran side by side all count)"
-    rows = sum(played.staleness.values())
-    yield "staleness", ", ".join(f"{age}: {count / rows:.0%}" for age, count in played.staleness.items())
+    rows = sum(result.staleness.values())
+    yield "staleness", ", ".join(f"{age}: {count / rows:.0%}" for age, count in result.staleness.items())
     if counts_failures:
-        yield "failures", f"{played.failures} workers lost; {played.replayed_s:.3g} s of updates repeated"
+        yield "failures", f"{result.failures} workers lost; {result.replayed_s:.3g} s of updates repeated"
 
 
 def _seconds(seconds: float) -> str:

@@ -138,11 +138,8 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
-    """Return label -> log file, for the workers of a gang. `index`: the only worker to return; None: all workers.
-    Without a gang, return only the output of the run's job.
-
-    Raises:
-        ConfigError: the run has no such gang or worker, an index is given without a gang, or the run has no job."""
+    """Return label -> log file of a gang's workers, or of the one with `index`. Without a gang, return only the output
+    of the run's job. Raises ConfigError if there is no such gang, worker or job."""
     config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
         if index is not None:

@@ -70,15 +70,15 @@ class _Slurm:
     because each further question might wait until its time limit."""
 
     def __init__(self) -> None:
-        self._silent: ConfigError | None = None
+        self._error: ConfigError | None = None
 
     def job_state(self, job_id: str) -> JobState | None:
-        if self._silent is not None:
-            raise self._silent
+        if self._error is not None:
+            raise self._error
         try:
             return job_state(job_id)
         except ConfigError as error:
-            self._silent = error
+            self._error = error
             raise
 
 
@@ -97,8 +97,8 @@ def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -
 
 
 def _read_finished_steps(config: RunConfig) -> list[int]:
-    """Return the finished steps. Only the ledger is read, because the import of Zarr would take longer than the rest of
-    the command."""
+    """Return the finished steps. Only the ledger is read: importing Zarr would take longer than the rest of the
+    command."""
     ledger = config.stored.ledger()
     over = max(ledger.closed_until(), read_dropped(config.stored.root))
     return finished_steps(config.graph(), over, ledger.addresses(from_step=over))

@@ -116,8 +116,7 @@ def sweep_points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoin
 
 
 def _parsed_value(value: str) -> str:
-    """Return a uniform spelling of the value in an override `key=value`. Texts that YAML reads as the same value, such
-    as 0 and 00, give the same result. Invalid YAML is returned unchanged, because it is refused later."""
+    """Return one spelling for all texts that YAML reads as the same value. Invalid YAML is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports
@@ -125,8 +124,7 @@ def _parsed_value(value: str) -> str:
 
 
 def _short_key(key: str, other_keys: Sequence[str]) -> str:
-    """Return the shortest ending of a key that no other key of the sweep has. An ending consists of whole parts. For
-    example, `model.policy.lr` has the endings `lr` and `policy.lr`."""
+    """Return the shortest ending of a key, in whole parts, that no other key of the sweep has."""
     parts = key.split(".")
     ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in other_keys)), key)
@@ -175,11 +173,8 @@ def command(options: argparse.Namespace) -> int:
 def _submit(
     configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths, max_running: int | None
 ) -> int:
-    """Submit the runs that are not done and have no job, and return the exit code. `folder`: the directory of the
-    sweep. `max_running`: maximum number of runs at the same time.
-
-    If the runs cannot be one job array, each is submitted as its own job. If one of these jobs is refused, the others
-    are still submitted."""
+    """Submit the runs that are not done and have no job, and return the exit code. Runs that cannot be one job array
+    are a job each. If one of these is refused, the others are still submitted."""
     done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if has_all_steps(config)}
     jobs = {config.name: unfinished_job_text(config) for config in configs if config.name not in done}
     for config in configs:
@@ -242,19 +237,8 @@ def _comparison(configs: Sequence[RunConfig], points: Sequence[SweepPoint], code
 
 
 def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_array: bool, has_other_jobs: bool) -> None:
-    """Refuse settings that cannot work if runs of a sweep run at the same time.
-
-    Args:
-        config: the config of one of the runs.
-        max_running: maximum number of runs at the same time, or None.
-        is_array: True if the runs are tasks of one job array.
-        has_other_jobs: True if another run of the sweep has a job already.
-
-    Raises:
-        ConfigError: `max_running` is given, but the runs are separate jobs, whose number Slurm cannot limit. Or several
-            runs may write to MLflow's sqlite file at the same time. SQLite allows one writer at a time, and its locks
-            do not work between several nodes.
-    """
+    """Raise ConfigError for settings that cannot work if several runs of a sweep run at the same time. Slurm limits
+    only the tasks of an array. SQLite's locks do not work between nodes."""
     uri = config.tracking.uri
     if max_running is not None and not is_array:
         need = "the runs are a job each, since they are heterogeneous or ask for different nodes, and Slurm starts all"
@@ -268,12 +252,8 @@ def _check_concurrent_runs(config: RunConfig, max_running: int | None, *, is_arr
 
 
 def _with_parent_run(configs: Sequence[RunConfig], points: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
-    """Create the parent run in MLflow, and return the configs with its id. Without tracking, return the configs
-    unchanged. `folder`: directory for the parent run's data.
-
-    Raises:
-        ConfigError: MLflow cannot be reached, so the parent run cannot be created.
-    """
+    """Create the parent run in MLflow, with its data in `folder`, and return the configs with its id. Without tracking,
+    return them unchanged. Raises ConfigError if MLflow cannot be reached."""
     config = configs[0]
     if config.tracking.uri is None:
         return list(configs)

@@ -158,9 +158,8 @@ def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
 
 
 def _eval_every(stated: Mapping[str, Any]) -> int:
-    """Return the number of versions between two evaluations under an earlier config of the run. With `evaluate.every:
-    null`, only the first and the last version were evaluated, and the result is the number of steps. `stated`: the
-    earlier config as nested sections, from identity.json."""
+    """Return the versions between two evaluations under an earlier config. null means only the first and the last
+    version."""
     every = stated["evaluate"]["every"]
     return int(stated["steps"]) if every is None else int(every)
 
@@ -499,11 +498,8 @@ about what it counted, and a list of all problems."""
 def _dropped_outputs(
     history: History, checkpoints: Checkpoints, committed: set[Address]
 ) -> tuple[int, frozenset[Address], tuple[str, ...]]:
-    """Return three results:
-
-    - the first step whose arrays were not deleted,
-    - the nodes that have lost or damaged records, but are not needed any more because arrays were deleted,
-    - the faults of the record of deleted steps. If it has faults, no arrays count as deleted."""
+    """Return the first step whose arrays were kept, the lost nodes that nothing needs any more, and the faults of the
+    record of deleted steps. With a fault no arrays count as deleted."""
     try:
         return history.store.dropped_before(), unneeded_outputs(history, checkpoints, committed), ()
     except StoreError as error:
@@ -536,9 +532,8 @@ def _read_arrays(
 
 
 def _unproven_lines(evidence: RunContent) -> Iterator[str]:
-    """Yield lines for the user about the guarantees that the run lacks, for example that a repetition gives the same
-    bits. Each kind of device that the run's engine used has its own lines. If no guarantee is missing, a line says so.
-    Yield nothing if identity.json is damaged: another check reports this."""
+    """Yield lines about the guarantees that the run lacks, or that none is missing, for each kind of device of its
+    engine."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:

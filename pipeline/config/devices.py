@@ -164,13 +164,8 @@ def devices_of_joining_worker(
 def _divide_units(
     units: Sequence[_Unit], device_sharing: DeviceSharing
 ) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Divide the units of a host into two lists, and return both. Each group of `device_sharing` has a leader: the gang
-    that needs the most GPUs.
-
-    - The first list has the units that get GPUs of their own: the leaders' units, and all units of gangs outside of the
-      groups.
-    - The second list has a pair for each other gang of a group: the name of its leader, whose GPUs it uses, and its
-      units."""
+    """Return the units that get GPUs of their own, and pairs (leader, units that use its GPUs). The leader of a group
+    of `device_sharing` is the gang that needs the most GPUs."""
     own, followers = list(units), []
     for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
@@ -184,14 +179,8 @@ def _divide_units(
 def _follow_leader(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """Return worker -> indices of its GPUs, for a gang that uses the same GPUs as another gang, its leader. The workers
-    get the leader's GPUs in ascending order of the indices. After the last GPU the order begins again.
-
-    Args:
-        leader: name of the leader.
-        following: the workers of the gang that uses the leader's GPUs, in groups (`_Unit`).
-        assigned: worker -> indices of its GPUs. It must contain the leader's workers.
-    """
+    """Return worker -> indices of its GPUs, for a gang that uses the GPUs of the gang `leader`: in ascending order, and
+    from the first again after the last."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     by_worker, first = {}, 0
     for unit in following:

@@ -37,6 +37,13 @@ from stages.models.layouts import layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Problem
 
+RECOMPUTES = (
+    LayoutConfig(),
+    LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
+    LayoutConfig(recompute="full"),
+)
+"""Ways to recompute activations, from the fastest to the one that saves the most memory."""
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -241,10 +248,9 @@ def layout_text(layout: LayoutConfig) -> str:
 def _max_bytes_at_once(
     load: Sequence[WorkerMemory], shares: Mapping[Worker, int], device_sharing: Sequence[Sequence[str]]
 ) -> int:
-    """Return the maximum number of bytes that these workers hold on a GPU at one time. In a group of gangs that share
-    devices, one gang is active at a time and counts in full. The other gangs of the group count with the bytes that
-    they leave on the device. The sum is computed with the active gang that makes it largest. `shares`: worker -> the
-    number of GPUs over which its bytes are spread."""
+    """Return the most bytes that these workers hold on a GPU at one time. Of gangs that share devices one counts in
+    full, and the others with what they leave there. `shares`: worker -> number of GPUs over which its bytes are
+    spread."""
 
     by_gang: dict[str, tuple[int, int]] = {}
     for one in load:
@@ -263,13 +269,8 @@ def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
     config = run.config
     configured = config.placement.gangs[gang.name].layout
     models = {role: run.separate_specs.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
-    recomputes = (
-        LayoutConfig(),
-        LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
-        LayoutConfig(recompute="full"),
-    )
     degrees = sorted(itertools.product(_divisors(gang.workers), repeat=2), key=lambda pair: (math.prod(pair), pair[1]))
-    for saving, (tensor, pipeline), sharded in itertools.product(recomputes, degrees, (False, True)):
+    for saving, (tensor, pipeline), sharded in itertools.product(RECOMPUTES, degrees, (False, True)):
         data, cut = divmod(gang.workers, tensor * pipeline)
         rows = (config.rows_per_shard, config.rollout.rows // config.ppo.minibatches)
         if cut or any(number % data for number in rows) or (sharded and data == 1):

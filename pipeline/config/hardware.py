@@ -101,7 +101,7 @@ def load_hardware(name: str, option: str = AS) -> HardwareConfig:
         hint = f", did you mean {meant[0]}?" if meant else ""
         need = f"no such hardware{hint} (there are {', '.join(known)}, or the path of a YAML file)"
         raise ConfigError(option, f"given {name!r}; {need}")
-    config: HardwareConfig = load_file(HardwareConfig, file)
+    config: HardwareConfig = load_file(HardwareConfig, file)[0]
     problems = (*setting_problems(config), *hardware_problems(config))
     refuse(replace(problem, need=f"{problem.need} (in {file})") for problem in problems)
     return config

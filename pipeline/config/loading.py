@@ -51,39 +51,6 @@ from storage.config import Durability
 from storage.problems import WORDS, Problem, mentions, setting_problems, type_text, value_text
 from storage.redaction import redacted
 
-MOVED = {
-    "cluster.host": ["cluster.address=HOST"],
-    "cluster.migrate_rows_below": ["cluster.migrate_rows=true"],
-    "cluster.move_rows_below": ["cluster.migrate_rows=true"],
-    "cluster.port": ["cluster.address=:PORT"],
-    "cluster.scheduler_file": ["`stageline worker RUN`, which finds the file in the run's directory"],
-    "engine.embedded.cuda_graphs": ["engine.cuda_graphs"],
-    "engine.embedded.pipeline_groups": ["none: there is one group of rows per stage (engine.pipeline_parallel)"],
-    "engine.slots": ["engine.max_rows"],
-    "engine.start_s": ["cluster.start_timeout_s"],
-    "engine.tensorrt_llm.unload_engine_train": ["placement.device_sharing"],
-    "engine.update": ["rollout.versions=inflight, or exact or latest for drain"],
-    "engine.vllm.cuda_graphs": ["engine.cuda_graphs"],
-    "engine.vllm.sleep_level": ["placement.device_sharing"],
-    "evaluate.reward.trust_answers": ["reward.trust_answers"],
-    "mismatch.stop": ["alarms.stop=[mismatch]"],
-    "model.critic.reuse_forward": ["model.reuse_forward=[critic]"],
-    "model.policy.reuse_forward": ["model.reuse_forward=[policy]"],
-    "placement.share_devices": ["placement.oversubscribe"],
-    "placement.turns": ["placement.device_sharing"],
-    "ppo.center_scores": ["reward.normalize.mean"],
-    "ppo.group_scale": ["ppo.advantage=group (std) or group_mean (none)"],
-    "ppo.mask_truncated": ["ppo.truncated=mask"],
-    "slurm.array_at_once": ["`stageline sweep --at-once N`"],
-    "slurm.constraint": ["slurm.sbatch"],
-    "slurm.container_image": ["slurm.command"],
-    "slurm.gpus": ["slurm.gres=null"],
-    "slurm.modules": ["slurm.environment"],
-    "slurm.qos": ["slurm.sbatch"],
-}
-"""Key of an earlier release of Stageline -> what the error about this key tells the user to write now: keys, a key with
-its value, or a command. For example, `engine.update=drain` is now `rollout.versions=exact` or `latest`.
-"""
 SYNONYMS = {
     "model.path": ("model_name_or_path", "model_path", "sft_model_path", "pretrain"),
     "model.reference_path": ("ref_model", "ref_model_path", "ref.model_name_or_path"),
@@ -151,6 +118,9 @@ SYNONYMS = {
     "placement.device_sharing": ("hybrid_engine", "colocate_all", "enable_sleep"),
     "placement.gangs.NAME.workers": ("n_gpus_per_node", "nnodes", "num_engines"),
     "slurm.gangs.NAME.nodes": ("nnodes",),
+    "slurm.command": ("container_image",),
+    "slurm.environment": ("modules",),
+    "slurm.sbatch": ("constraint", "qos"),
     "steps": ("max_steps", "num_train_epochs", "total_episodes", "total_epochs", "total_training_steps"),
     "staleness": ("async_enable", "async_queue_size", "max_off_policy_threshold", "trainer_mode"),
     "name": ("experiment_name", "run_name"),
@@ -266,15 +236,9 @@ def _unknown_keys(source: Any, schema: Any, name: str, root_schema: type, prefix
 
 
 def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: type) -> Iterator[tuple[str, str]]:
-    """Yield (key path below the section, end of the error's message) for an unknown key of a section. The text says
-    what to use instead, or why there is no such setting, or which settings the section has. If the key is a section of
-    another system, yield this for each key in it.
-
-    Args:
-        value: the key's value, as an omegaconf node.
-        prefix: key path of the section, with a dot at its end; "" for the whole config.
-        schema: the section's settings.
-    """
+    """Yield (key path below the section, end of the error's message) for an unknown key, or for each key in it if it is
+    a section of another system. The text says what to use instead, why there is no such setting, or what the section
+    has. `prefix`: key path of the section, with a dot at its end. `schema`: the section's settings."""
     settings = [*map(str, schema)]
     sections = [name for name in settings if isinstance(schema._get_node(name), DictConfig)]
     is_misspelt = bool(difflib.get_close_matches(key.lower(), sections, 1, _MIN_SIMILARITY))
@@ -287,7 +251,7 @@ def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: 
         otherwise = "; ".join(filter(None, [otherwise, "docs/coming-from.md has the names that other systems use"]))
     for inside in inner:
         word = inside.rpartition(".")[2].lower()
-        meant = MOVED.get(f"{prefix}{inside}") or _suggestions(f"{prefix}{inside}", prefix, siblings, root_schema)
+        meant = _suggestions(f"{prefix}{inside}", prefix, siblings, root_schema)
         unsupported = difflib.get_close_matches(word, UNSUPPORTED, 1, _MIN_SIMILARITY)
         if meant:
             yield inside, f"; did you mean {', '.join(meant)}?"
@@ -298,16 +262,14 @@ def _advice(key: str, value: Any, prefix: str, schema: DictConfig, root_schema: 
 
 
 def _suggestions(key: str, prefix: str, siblings: Sequence[str], root_schema: type) -> list[str]:
-    """Return the paths of at most three settings that a user may have meant by the unknown key path `key`. `prefix`:
-    key path of the section that was given the key, with a dot at its end; "" for the whole config. `siblings`: the
-    section's settings. If the last part of the key is in `UNSUPPORTED`, there are no suggestions. Otherwise four ways
-    are tried in order, until one of them finds a setting:
+    """Return at most three settings that a user may have meant by the unknown `key`, given in the section `prefix`. The
+    first of these ways that finds a setting decides:
 
-    1. settings below `prefix` that have the name, or that another system calls so (`SYNONYMS`). The name is the end of
-       `key`, and the longest known end decides: `eval.steps` before `steps`
+    1. settings below `prefix` with the longest known end of the key (`eval.steps` before `steps`), by their own name or
+       another system's (`SYNONYMS`)
     2. such settings in any section
-    3. settings of this section with similar names
-    4. settings of any section with very similar names
+    3. similar names in this section
+    4. very similar names in any section
     """
     ends = [*accumulate(reversed(key.lower().split(".")), lambda end, part: f"{part}.{end}")]
     word, paths = ends[0], [*setting_paths(root_schema)]
@@ -420,8 +382,7 @@ def _type_of(key: str, schema: Any) -> Any:
 
 
 def _is_single(kind: Any) -> bool:
-    """Return True if a setting of this type takes a single value: a number, a text, true or false, one of several
-    choices, or null."""
+    """Return True if a setting of this type takes a single value and no list, mapping or section."""
     if get_origin(kind) in (Union, UnionType):
         return all(map(_is_single, get_args(kind)))
     return kind in WORDS or kind is type(None) or get_origin(kind) is Literal
@@ -510,10 +471,12 @@ def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterab
     return config
 
 
-def load_file(schema: type, file: str | os.PathLike[str]) -> Any:
-    """Return the content of one file as an object of the dataclass `schema`. Raises ConfigError if the file cannot be
-    read, or has an unknown key, a value of a wrong type or a missing value. Nothing else is checked."""
-    return _load(schema, _sources([file], []))
+def load_file(schema: type, file: str | os.PathLike[str]) -> tuple[Any, list[str]]:
+    """Return the content of one file as an object of the dataclass `schema`, and the file's top-level keys. Raises
+    ConfigError if the file cannot be read, or has an unknown key, a value of a wrong type or a missing value. Nothing
+    else is checked."""
+    ((_, content),) = sources = _sources([file], [])
+    return _load(schema, sources), [*map(str, content)]
 
 
 def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> list[Source]:
@@ -628,13 +591,9 @@ def _load(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
-    """Merge the sources into the defaults. If this fails, find the keys at fault, and merge again without them. Return
-    the merged config, and an error for each key that was left out.
-
-    Raises:
-        ConfigError: a file is the config of another command, no key can be found that makes the merge fail, or the
-            merge fails even without the keys at fault.
-    """
+    """Merge the sources into the defaults, without the keys that make this fail. Return the merged config, and an error
+    for each such key. Raises ConfigError if a file is the config of another command, or if no keys at fault can be
+    found."""
     try:
         return _merge_one_by_one(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list in place of a mapping
@@ -676,10 +635,8 @@ def _merge_one_by_one(schema: type, sources: Sequence[Source]) -> Any:
 
 def _drop_replaced_rewards(merged: DictConfig, source: DictConfig, overrides: DictConfig) -> None:
     """Remove from `merged` what belongs to a reward that `source` replaces: the arguments of a part whose kind changes,
-    all parts if `source` gives one `kind` (the short form), and the short form if `source` gives a part with a kind.
-
-    `overrides`: the earlier `key=value` overrides. Arguments in them stay when the kind changes, because they may be
-    meant for the new kind."""
+    all parts if `source` has the short form (`kind`), and the short form if it has a part with a kind. Arguments in
+    earlier `key=value` `overrides` stay, because they may be meant for the new kind."""
     for section in ("reward", "evaluate.reward"):
         new, old = OmegaConf.select(source, section), OmegaConf.select(merged, section)
         if not isinstance(new, DictConfig):
@@ -700,8 +657,7 @@ def _kind_changes(new: DictConfig, old: DictConfig) -> bool:
 
 
 def _outermost(errors: Iterable[ConfigError], schema: type) -> set[str]:
-    """Return the key paths to leave out of a source with these errors. For a key in an unknown section, it is the path
-    of this section; for any other key, its own."""
+    """Return the key paths to leave out of a source with these errors: a key's own, or that of its unknown section."""
     return {
         next((path for path in accumulate(key.split("."), "{}.{}".format) if _type_of(path, schema) is None), key)
         for key in (error.key for error in errors)
@@ -718,17 +674,9 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
 
 
 def _other_problems(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
-    """Yield more problems of a config that has errors already, so that a user sees all problems at once. Missing and
-    wrong settings have provisional values here. A problem that mentions such a setting is skipped, because the
-    provisional value may have caused it. Yield nothing at all if the value of a setting interpolates a wrong setting
-    (`${...}`).
-
-    Args:
-        merged: the config. It is changed: the missing settings get placeholders.
-        missing: key paths of the settings without a value.
-        refused: key paths of the wrong settings. In `merged`, each of them has its default or the value of another
-            source in place of the wrong value.
-    """
+    """Yield further problems of a config that has errors already. A problem that mentions a missing or refused setting
+    is skipped, because its provisional value in `merged` may be the cause. Nothing is yielded if a value refers to a
+    refused setting (`${...}`)."""
     OmegaConf.set_readonly(merged, False)  # a frozen dataclass makes it read-only
     for key in missing:
         OmegaConf.update(merged, key, _GIVEN.get(_type_of(key, schema), key))
@@ -754,13 +702,9 @@ def _other_command_error(source: Any, name: str, schema: type) -> Iterator[Confi
 
 
 def _default_placement(sources: Sequence[Source]) -> DictConfig:
-    """Return the default placement, into which the sources are merged next. Return an empty config if a source has a
-    section `placement.roles` with a role other than `advantage`. Such a source replaces the whole placement. The
-    sources must then place all roles except `advantage`.
-
-    An override of a single role (`placement.roles.critic=other`) is an exception: it replaces nothing, and only changes
-    the default placement.
-    """
+    """Return the default placement, or an empty config if a source has a whole section `placement.roles`: it must then
+    place all roles except `advantage`. An override of one role (`placement.roles.critic=other`) only changes the
+    default."""
     named: set[str] = set()
     for name, source in sources:
         placement = source.get("placement") if isinstance(source, DictConfig) else None

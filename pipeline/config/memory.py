@@ -197,7 +197,7 @@ class WorkerMemory:
         return sum(self.items.get(name, 0) for name in _REMAINS)
 
     @property
-    def resting(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes that move from the device to the host's memory when the worker leaves the device to another gang.
         Items that stay on the device, or are freed and computed again, do not count. The host's memory stays allocated
         afterwards, because pinning it again would take longer than copying."""
@@ -251,8 +251,8 @@ def worker_memory(run: PlannedRun, gang: Gang, index: int) -> WorkerMemory:
 
 
 def _stage(run: PlannedRun, gang: Gang, index: int) -> int:
-    """Return a worker's pipeline stage; 0 if the gang is no parallel group. In Megatron's numbering of ranks, the
-    tensor index changes fastest, then the data index, then the stage."""
+    """Return a worker's pipeline stage. In Megatron's ranks the tensor index changes fastest, then data, then the
+    stage."""
     if not gang.is_ordered:
         return 0
     return index // (gang.workers // run.config.placement.gangs[gang.name].layout.pipeline)
@@ -269,8 +269,8 @@ def hosts_memory(run: PlannedRun, workers: Sequence[WorkerMemory], hosts: Mappin
         items: dict[str, int] = {}
         for worker in here:
             name = worker.worker[0]
-            resting = worker.resting if run.on_gpus and name in alternating else 0
-            items[name] = items.get(name, 0) + worker.on_host + resting
+            offloaded = worker.offloaded_bytes if run.on_gpus and name in alternating else 0
+            items[name] = items.get(name, 0) + worker.on_host + offloaded
         files = {m.path: m.stored_bytes for w in here for m in _models_of(run, gangs[w.worker[0]]) if m.is_mapped}
         boards = _boards(run, [worker.worker for worker in here])
         shared = sum(Path(board or SHARED_MEMORY).is_relative_to(SHARED_MEMORY) for board in boards) * board_bytes(run)
@@ -294,9 +294,8 @@ def board_bytes(run: PlannedRun) -> int:
 
 
 def _boards(run: PlannedRun, here: Sequence[Worker]) -> set[str | None]:
-    """Return the directories of published weights on a host. None stands for the default directory. `here`: the workers
-    on the host. The policy gang's directory is needed if the gang's first rank is one of them. The engine gang's
-    directory is needed if a replica of the engine is one of them."""
+    """Return the directories of published weights on a host with these workers (None: the default one). The policy's
+    first rank and the replicas of the engine need one."""
     roles, config = run.config.placement.roles, run.config
     publishes = (roles[Role.POLICY], 0) in here
     reads = any(name == roles[Role.GENERATE] for name, _ in here)
@@ -369,9 +368,8 @@ def _model_items(run: PlannedRun, gang: Gang, stage: int, *, first: bool) -> dic
 
 
 def _converted_bytes(run: PlannedRun) -> int:
-    """Return the maximum number of bytes that an export takes to convert the tensors of one file to the run's dtype. 0
-    if the model's files have this dtype. Only tensors that are not trained are converted: trained tensors are written
-    from the published version."""
+    """Return the most bytes that an export takes to convert a file's untrained tensors to the run's dtype. Trained
+    tensors are written from the published version."""
     dtype = run.config.model.dtype
     unchanged = parameters(run.spec) - _published_parameters(run)
     return 0 if run.model.stored_dtype == dtype else min(MAX_FILE_BYTES, DTYPE_BYTES[dtype] * unchanged)
@@ -517,8 +515,7 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], *, on_gpus:
 
 
 def _planned_model(path: str, spec: ModelSpec) -> PlannedModel:
-    """Return the model at `path`, with the size of its weight files. If the model has none, the size is computed from
-    its config.json."""
+    """Return the model at `path` with the size of its weight files, computed from config.json if it has none."""
     content = read_config(path)
     dtype = str(content.get("dtype") or content.get("torch_dtype") or "float32")
     return PlannedModel(path, spec, stored_bytes(path) or DTYPE_BYTES.get(dtype, 4) * parameters(spec), dtype)

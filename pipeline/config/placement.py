@@ -185,13 +185,9 @@ def _device_sharing_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 
 def _unused_layout_problems(key: str, layout: LayoutConfig, roles: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each layout setting that the user changed although the gang does not use it. The gang is one
-    without the policy, the critic and the reference.
-
-    - If it scores and does not generate, it uses `tensor`, `pipeline` and `sequence_parallel`, to divide the models of
-      rewards. If `sequence_parallel` is set without a division, this is a problem too.
-    - Otherwise it uses no layout setting.
-    """
+    """Yield a problem for each changed layout setting that a gang without policy, critic and reference does not use. A
+    gang that scores and does not generate uses `tensor`, `pipeline` and `sequence_parallel`, to divide the rewards'
+    models."""
     if Role.SCORE in roles and Role.GENERATE not in roles:
         why = "nothing is trained on that gang"
         names = sorted({one.name for one in fields(layout)} - {"tensor", "pipeline", "sequence_parallel"})

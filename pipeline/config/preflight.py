@@ -7,7 +7,7 @@ for example that a repetition gives the same bits:
         ──► sentences
               ├─► line and event at the start, tag in MLflow
               ├─► `stageline check CONFIG` and `check RUN`
-              └─► beside the verdict of `stageline replay`
+              └─► beside the result of `stageline replay`
 """
 
 from __future__ import annotations
@@ -156,8 +156,7 @@ def _unproven_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
 
 
 def _unproven_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]:
-    """Yield a sentence if the difference between engine and trainer is not corrected. The correction is the weight
-    w = pi_prox / mu, where mu is the engine's policy and pi_prox the trainer's."""
+    """Yield a sentence if the difference of engine and trainer is not corrected by the weight w = pi_prox / mu."""
     if config.ppo.anchor == "proximal" and config.ppo.correction == "none":
         stale = " and of stale rows" if config.staleness else ""
         yield f"the difference of engine and trainer{stale} is not corrected for (ppo.correction=none)"
@@ -267,8 +266,7 @@ def check_shapes(config: RunConfig, *, on_gpus: bool) -> Mapping[Role, ModelSpec
 
 
 def _check_scorer(config: RunConfig, key: str, path: str) -> None:
-    """Raise ConfigError if the config.json of a reward's model cannot be read, or if the layout of the gang that scores
-    cannot divide the model. `key`: key path of the model's directory."""
+    """Raise ConfigError if a reward's model cannot be read, or the scoring gang's layout cannot divide it."""
     check_scorer_layout(config, path, read_model(key, path, weights=False))
 
 
@@ -632,14 +630,9 @@ class _BuiltPart:
 
 
 def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPart]:
-    """Build every part of `reward` and `evaluate.reward`, including the user's own. Close the parts, and return a
-    description of each. `policy`: the policy's architecture. None if it could not be read; reward models are then not
-    compared with it.
-
-    Raises:
-        ConfigError: a part cannot be built, a reward model does not suit the policy or the gang that scores, or the
-            directory for a judge's answers cannot be written to.
-    """
+    """Build and close every part of `reward` and `evaluate.reward`, and return a description of each. Raises
+    ConfigError if a part cannot be built, does not suit the `policy` (None: not compared) or the gang that scores, or
+    cannot keep answers."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = run_checks(
         *(partial(check_parts, section, key, config.reward.trust_answers) for key, section in sections.items())
@@ -810,8 +803,7 @@ def _tokenised(config: RunConfig, tokenizer: Tokenizer, source: PromptsConfig, s
 
 
 def _read_items(config: RunConfig) -> None:
-    """Read the sources of the training prompts and of the evaluated prompts, only to check them. Raises ConfigError if
-    one cannot be read."""
+    """Read all prompt sources, only to check them. Raises ConfigError."""
     sources = {"prompts": config.prompts, "evaluate.prompts": config.evaluation_source}
     run_checks(*(partial(_check_items, source, section) for section, source in sources.items() if source is not None))
 

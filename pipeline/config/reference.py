@@ -51,14 +51,8 @@ def _config(kind: type, shown: dict[type, str]) -> Iterator[str]:
 
 
 def _table(section: Any, prefix: str, shown: dict[type, str], sections: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield the lines of a section's table.
-
-    Args:
-        shown: class of a section whose keys have been written -> key path of this section. Another section of the same
-            class gets one line that refers to this key path. `shown` is extended.
-        sections: a dict to which the inner sections are added (key path -> section), so that they get tables of their
-            own. None: the keys of inner sections are in this table.
-    """
+    """Yield the lines of a section's table. `shown`: class -> key path of the section whose table has its keys;
+    extended here. `sections`: gets the inner sections, for tables of their own. None: their keys are in this table."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     yield from _rows(section, prefix, shown, sections)
     yield ""
@@ -86,9 +80,8 @@ def _rows(section: Any, prefix: str, shown: dict[type, str], sections: dict[str,
 
 
 def _in_mapping(hint: Any) -> Any:
-    """Return a section with default values, for a setting that maps names to sections. For example, the type of
-    `placement.gangs` is `dict[str, GangConfig]`, so the result is `GangConfig()`. Return None if the setting maps names
-    to plain values. `hint`: type of the setting."""
+    """Return a default section for a setting that maps names to sections, such as `dict[str, GangConfig]`; else
+    None."""
     kind = get_args(hint)[1]
     return kind() if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 

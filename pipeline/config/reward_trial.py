@@ -92,12 +92,8 @@ def _try_part(checked: Preflight, rows: Rollout, part: Part, key: str, kind: str
 
 
 def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
-    """Return made-up rows on which rewards are tried, in the form of rows that an engine generates. A few prompts are
-    chosen, and each of them gets all made-up responses.
-
-    `section`: reward or evaluate.reward. Its rewards score training prompts, held-out prompts or both. The first
-    `NUM_PROMPTS` prompts of each of these sets are chosen.
-    """
+    """Return made-up rows on which rewards are tried: all made-up responses to the first `NUM_PROMPTS` prompts of each
+    set that the rewards of `section` score (training, held out)."""
     prompts = checked.prompts
     numbers = [int(number) for part in prompts_scored_by(config, prompts, section) for number in part[:NUM_PROMPTS]]
     responses = [*_responses(config, checked)]
@@ -124,10 +120,8 @@ def _trial_rows(config: RunConfig, checked: Preflight, section: str) -> Rollout:
 
 
 def _responses(config: RunConfig, checked: Preflight) -> Iterator[tuple[list[int], FinishReason]]:
-    """Yield the tokens and the finish reason of each made-up response. A text with fewer than `sampling.min_new_tokens`
-    tokens is repeated until it is long enough. A text that is too long is cut to `sampling.max_new_tokens`. The empty
-    text cannot be repeated: its response has at most an EOS. It is left out if it has no token, or fewer than
-    `sampling.min_new_tokens`."""
+    """Yield tokens and finish reason of each made-up response, repeated or cut to the allowed length. The empty text
+    cannot be repeated, and is left out if it would be too short."""
     least, most, tokenizer = config.sampling.min_new_tokens, config.sampling.max_new_tokens, checked.tokenizer
     for text in RESPONSES:
         ids = tokenizer.encode(text)

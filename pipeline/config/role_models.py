@@ -174,13 +174,9 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Raise ConfigError if the other model cannot share the policy's frozen blocks and embeddings. It can share them
-    under three conditions:
-
-    - Both models have the same architecture. Only their numbers of blocks and of positions may differ.
-    - Both models have the same weights, rounded to `model.dtype`, in the frozen blocks and embeddings.
-    - The other model has more blocks than the frozen ones.
-    """
+    """Raise ConfigError unless the other model can share the policy's frozen blocks and embeddings: the same
+    architecture but for the numbers of blocks and positions, the same weights there in `model.dtype`, and more blocks
+    than the frozen ones."""
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"

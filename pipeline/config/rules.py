@@ -60,16 +60,9 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _without_problems(config: RunConfig, wrong: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return a copy of the config without the known problems, so that problems between sections can still be found.
-    Also return the names of the sections that were replaced as a whole.
-
-    In the copy, each setting in `wrong` has its default, or 1 if the default is a number that has a problem. A whole
-    section is replaced by a valid one in two cases:
-
-    - A key in `wrong` has no default, because it names no field of a section. For example, it names an entry of a
-      mapping.
-    - The section has problems even then.
-    """
+    """Return a copy of the config without the known problems, so that problems between sections can be found, and the
+    names of the sections that were replaced as a whole. A setting in `wrong` gets its default, or 1 if that number has
+    a problem. A section is replaced if a wrong key has no default, or if the section still has problems."""
     sound, usual = deepcopy(config), _valid_config()
     replaced = {key.partition(".")[0] for key in wrong if not set_default(sound, key)}
     for section in replaced:
@@ -359,7 +352,6 @@ def _engine_problem(config: RunConfig, key: str, given: object, need: str) -> Pr
 
 
 def _other_engines_text(config: RunConfig, can: Callable[[Capabilities], bool]) -> str:
-    """Return the part of a message that suggests the engines whose capabilities satisfy `can`, or "" if there are
-    none."""
+    """Return the part of a message that suggests engines with a capability, or ""."""
     others = able(config.engine, "cpu", can)
     return f" (or engine.kind={' or '.join(others)})" if others else ""

@@ -160,8 +160,7 @@ class RunConfig:
 
     @property
     def _float32(self) -> bool:
-        """True if engine and trainer both compute in float32. Their log-probs then agree to rounding, unless the
-        engine's `Capabilities.invariance` is none."""
+        """True if engine and trainer both compute in float32, so that their log-probs can agree to rounding."""
         return self.model.dtype == self.engine.dtype == "float32"
 
     @property

@@ -112,8 +112,7 @@ def _is_address(given: str) -> bool:
 
 
 def _listening(given: str) -> tuple[str | None, int] | None:
-    """Return the host (None: not given) and the port (0: any) in `given`, a value of `cluster.address`. Return None if
-    `given` is no address."""
+    """Return host (None: not given) and port (0: any) of a `cluster.address`, or None if it is no address."""
     match = _LISTENING.fullmatch(given)
     if match is None or not given or int(match["port"] or 0) > _HIGHEST_PORT:
         return None
@@ -208,6 +207,9 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
         for key, value in given.items():
             if value is not None:
                 yield Problem(key, value, "needs cluster.kind=attached: local workers are reached by 127.0.0.1 alone")
+        if config.arrival_timeout_s != ClusterConfig.arrival_timeout_s:
+            need = "needs cluster.kind=attached: the driver starts local workers itself (cluster.start_timeout_s)"
+            yield Problem("cluster.arrival_timeout_s", config.arrival_timeout_s, need)
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------

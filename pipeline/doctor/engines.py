@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from pipeline.doctor.jobs import Dtype, EngineJob, EngineResult, GeneratedRow
-from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding, NotApplicable
 from pipeline.doctor.training import ADVICE as TRAINING_ADVICE
 from pipeline.doctor.training import device_indices
 from stages.engines.remote.process import ENVIRONMENTS, environment_problem
@@ -71,7 +71,7 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
     because the engine takes minutes to start."""
     python = settings.engines.get(kind)
     if python is None:
-        raise Absent(f"no environment of {kind} (--engine {kind}=PYTHON)")
+        raise NotApplicable(f"no environment of {kind} (--engine {kind}=PYTHON)")
     problem = environment_problem(python, ENVIRONMENTS[kind])
     if problem is not None:
         raise Fault(f"{python}: {problem}", f"make the environment of {kind} again (docs/engine.md)")
@@ -83,10 +83,8 @@ def _remote(settings: DoctorSettings, kind: Literal["vllm", "tensorrt_llm"]) -> 
 
 
 def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob, ...]]) -> Finding:
-    """Run test jobs on engines, and compare their results with the result of a reference job. The reference job runs
-    the embedded engine on the CPU, in float32 with plain torch kernels. The groups of jobs run at the same time, each
-    in a process of its own. If the jobs are for the CPU, one process runs all of them and the reference job. Raises
-    Fault if a result is wrong."""
+    """Run test jobs on engines, the groups at the same time, and compare them with the embedded engine on the CPU, in
+    float32 with plain torch kernels. Jobs for the CPU run in the process of this reference. Raises Fault."""
     reference = EngineJob(model, "embedded", "float32", kernels="torch", threads=settings.threads, device="cpu")
     jobs = [job for group in groups for job in group]
     on_cpu = jobs[0].device == "cpu"  # then one process runs all jobs, so it loads the libraries once
@@ -107,16 +105,8 @@ def _test(settings: DoctorSettings, model: str, groups: Sequence[tuple[EngineJob
 
 
 def _check_result(job: EngineJob, result: EngineResult, reference: EngineResult, facts: dict[str, Any]) -> None:
-    """Make two checks of an engine's results:
-
-    - After other weights were loaded, the engine must generate other log-probs.
-    - If the engine's draws are keyed, its first rows must agree with the reference engine's rows, with the rows that
-      the tested engine generated one at a time, and with its last rows. Before the last rows, the tested engine loaded
-      other weights and then the original weights again.
-
-    Raises Fault if a check fails. Differences that rounding explains are accepted. `facts`: measurements that the Fault
-    reports.
-    """
+    """Raise Fault unless other weights give other log-probs, and, if draws are keyed, the first rows agree with the
+    reference's, with rows generated alone, and with rows after other weights came and went. Rounding is accepted."""
     who = f"{job.kind} in {job.dtype} on {job.device or 'its own device'}"
     if all(changed.logprobs == first.logprobs for changed, first in zip(result.changed, result.first, strict=True)):
         raise Fault(f"{who}: new weights change nothing", "it keeps its old weights: send the JSON report", **facts)
@@ -164,11 +154,8 @@ def _refit_rate(result: EngineResult) -> float:
 
 
 def _test_model(settings: DoctorSettings) -> str:
-    """Return the name or path of the model with which engines are tested: `settings.model`, or a copy of it in files.
-
-    Only a random model, such as `random:tiny`, is copied. This happens if its context is shorter than `CONTEXT_TOKENS`,
-    or if engines in other environments need files. The copy has the same weights, and a context of `CONTEXT_TOKENS`.
-    """
+    """Return the model with which engines are tested. A random model is copied to files, with a context of
+    `CONTEXT_TOKENS`, if its own is shorter or engines in other environments need files."""
     model = settings.model
     if not is_random(model) or (read_spec(model).max_positions >= CONTEXT_TOKENS and not settings.engines):
         return model

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.hardware import hardware_with
-from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding, NotApplicable
 from storage.codec import decode, encode
 from storage.host import end_with_parent, route_address
 
@@ -62,10 +62,10 @@ class AllReduceResult:
 
 def ranks(settings: DoctorSettings) -> Finding:
     """Test an all-reduce on this host. There is one process per GPU, or two processes if there are no GPUs. Raises
-    Absent if there is only one GPU."""
+    NotApplicable if there is only one GPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 2
     if count < 2:
-        raise Absent("fewer than two GPUs")
+        raise NotApplicable("fewer than two GPUs")
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
         rendezvous, result = Path(folder, "rendezvous"), Path(folder, "result")
         programs = [_program(index, count, rendezvous, result, "here") for index in range(count)]
@@ -75,10 +75,10 @@ def ranks(settings: DoctorSettings) -> Finding:
 
 def nodes(settings: DoctorSettings) -> Finding:
     """Test an all-reduce over the nodes of the Slurm job step that this process belongs to, with one rank per node.
-    Raises Absent if the process belongs to no step, or to a step with only one task."""
+    Raises NotApplicable if the process belongs to no step, or to a step with only one task."""
     size = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size < 2:
-        raise Absent("not a Slurm step on several nodes (stageline doctor --submit CONFIG)")
+        raise NotApplicable("not a Slurm step on several nodes (stageline doctor --submit CONFIG)")
     index = int(os.environ["SLURM_PROCID"])
     name = f"doctor-{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
     rendezvous = settings.runs_dir / f".{name}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"

@@ -90,9 +90,8 @@ def _build_engine(job: EngineJob, config: EngineConfig, device: torch.device | N
 
 
 def _random_requests(vocabulary: int, longest: int) -> Iterator[Request]:
-    """Yield requests with random prompts of different lengths. The requests are the same on every machine.
-    `vocabulary`: number of tokens that the model knows. `longest`: maximum length of a prompt and its response
-    together, in tokens."""
+    """Yield requests with random prompts of different lengths, the same on every machine. `longest`: prompt and
+    response."""
     rng = np.random.default_rng(0)
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     for row, length in enumerate(PROMPTS):
@@ -101,8 +100,7 @@ def _random_requests(vocabulary: int, longest: int) -> Iterator[Request]:
 
 
 def _generate_rows(engine: GenerationEngine, requests: Sequence[Request], version: int) -> list[GeneratedRow]:
-    """Generate a row for each request with this version of the weights. Return the rows in the order of the
-    requests."""
+    """Generate a row for each request, in their order, with this version of the weights."""
     generated = {row.row: row for row in engine.generate([replace(request, version=version) for request in requests])}
     rows = (generated[request.row] for request in requests)
     return [GeneratedRow(row.tokens.tolist(), row.logprobs.tolist()) for row in rows]

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from pipeline.doctor.copies import CopyResult
-from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding, NotApplicable
 from storage.codec import decode
 
 SMI_TIMEOUT_S = 60.0
@@ -78,7 +78,7 @@ def driver(settings: DoctorSettings) -> Finding:
                 f"there is {here[0]}, but no nvidia-smi",
                 "install the driver's utilities (in the container, too)",
             )
-        raise Absent("no NVIDIA driver")
+        raise NotApplicable("no NVIDIA driver")
     gpus = list_gpus()
     if torch.version.cuda is None:
         advice = "install a torch for CUDA, then `make install TORCH=system` (README)"
@@ -96,7 +96,7 @@ def driver(settings: DoctorSettings) -> Finding:
             reason = str(error).strip().splitlines()[0]
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         if shown in ("", "-1"):
-            raise Absent(f"CUDA_VISIBLE_DEVICES={shown} hides the {len(gpus)} GPUs, so the CPU is tested")
+            raise NotApplicable(f"CUDA_VISIBLE_DEVICES={shown} hides the {len(gpus)} GPUs, so the CPU is tested")
         advice = (
             "unset CUDA_VISIBLE_DEVICES"
             if shown is not None
@@ -109,7 +109,7 @@ def driver(settings: DoctorSettings) -> Finding:
 def gpus(settings: DoctorSettings) -> Finding:
     """Test each GPU: its generation, errors of its memory, and the memory that other processes use."""
     if not torch.cuda.is_available():
-        raise Absent("no GPU that torch can use")
+        raise NotApplicable("no GPU that torch can use")
     visible = visible_gpus()
     facts = {"gpus": [vars(gpu) for gpu in visible]}
     for index in range(torch.cuda.device_count()):
@@ -132,7 +132,7 @@ def gpu_links(settings: DoctorSettings) -> Finding:
     no copy may be too slow for the links that `nvidia-smi` lists (`slow_copies`)."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        raise Absent("no GPU that torch can use")
+        raise NotApplicable("no GPU that torch can use")
     number = {gpu.uuid: gpu.index for gpu in list_gpus()}
     numbers = [number.get(_uuid(index), index) for index in range(count)]
     by_number = parse_topology(_smi("topo", "-m")) if count > 1 else {}
@@ -204,7 +204,7 @@ def list_gpus() -> list[Gpu]:
 
     Raises:
         Fault: `nvidia-smi` fails or does not answer, or a Slurm job has no GPU.
-        Absent: there is no GPU."""
+        NotApplicable: there is no GPU."""
     rows = csv.reader(io.StringIO(_smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")))
     gpus = []
     for row in rows:
@@ -215,8 +215,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def _cuda_of_driver() -> str | None:
-    """Return the newest CUDA version that the driver supports, such as "13.0". None if `nvidia-smi` does not print
-    one."""
+    """Return the newest CUDA version that the driver supports, such as "13.0"."""
     match = re.search(r"CUDA Version:\s*([\d.]+)", _smi())
     return None if match is None else match[1]
 
@@ -235,7 +234,7 @@ def _smi(*arguments: str) -> str:
         if "No devices were found" in "".join(lines):
             if "SLURM_JOB_ID" in os.environ:
                 raise Fault("this job has no GPU", "ask Slurm for some: slurm.gres, slurm.gangs.*.gpus_per_worker")
-            raise Absent("no NVIDIA GPU")
+            raise NotApplicable("no NVIDIA GPU")
         advice = "load the driver again or reboot: its library and its kernel module must be of one version"
         raise Fault(f"nvidia-smi fails: {lines[-1] if lines else done.returncode}", advice)
     return done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.fitting import max_descriptors
-from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding
 from stages.models.kernels.blocks import load_block_kernels
 from stages.native.compile import NoNativeKernelsError, compiler_version
 
@@ -197,8 +197,7 @@ def _time_call(act: Callable[[], object]) -> float:
 
 
 def _core_quota() -> float | None:
-    """Return the number of cores that the control group allows. None if it sets no limit, or its file cannot be
-    read."""
+    """Return the number of cores that the control group allows, or None."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

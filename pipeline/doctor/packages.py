@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from pipeline.doctor.ladder import DoctorSettings, Fault, Finding
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding
 
 OPTIONAL = (
     "transformer_engine",

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.doctor.ladder import Fault
+from pipeline.doctor.runner import Fault
 
 MAX_OUTPUT_CHARS = 4000
 """Number of characters of a program's output that the report contains, counted from its end."""

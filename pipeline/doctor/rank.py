@@ -155,15 +155,8 @@ def _reset_peak() -> int:
 
 
 def _peak_since(state: int, of_process: int) -> int:
-    """Return the peak memory since `_reset_peak` was called, in bytes.
-
-    On a GPU, the allocator of torch counts it. On a CPU it is estimated as `state` plus the growth of the process. Most
-    memory of the process belongs to libraries, so the whole process cannot be counted.
-
-    Args:
-        state: bytes of the models when the measurement began.
-        of_process: bytes of the process at that time, as `_reset_peak` returned them.
-    """
+    """Return the peak bytes since `_reset_peak` returned `of_process`. Most memory of a process belongs to libraries,
+    so on a CPU the peak is the models' bytes (`state`) plus the growth of the process."""
     return peak_bytes() if torch.cuda.is_available() else state + max(0, peak_bytes() - of_process)
 
 

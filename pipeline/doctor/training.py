@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from pipeline.doctor.jobs import Dtype, RankJob, RankResult, predicted_peak_bytes, predicted_state_bytes
-from pipeline.doctor.ladder import Absent, DoctorSettings, Fault, Finding
 from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import DoctorSettings, Fault, Finding, NotApplicable
 from storage.codec import decode, encode
 
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.3}
@@ -73,7 +73,7 @@ def layouts(settings: DoctorSettings) -> Finding:
     """Test that two ranks compute the same update as one rank, with tensor, pipeline and data parallelism. The two
     ranks use neighbouring GPUs."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        raise Absent("fewer than two GPUs")
+        raise NotApplicable("fewer than two GPUs")
     alone = _float32(settings)[_job(settings, publish=True)]
     firsts = first_gpus_of_pairs()
     gangs = tuple(
@@ -218,8 +218,8 @@ def _device_jobs(settings: DoctorSettings, dtype: Dtype) -> list[RankJob]:
 
 
 def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
-    """Run the doctor's test update in float32 on each device, and as a reference on the CPU with plain torch kernels.
-    Return job -> result. Several tests use these results."""
+    """Run the test update in float32 on each device, and as a reference on the CPU with torch's kernels, for several
+    tests."""
     alone: list[Gang] = [(job,) for job in _device_jobs(settings, "float32")]
     reference: Gang = (_reference(settings),)
     gangs = [reference, *alone] if torch.cuda.is_available() else [alone[0] + reference]
@@ -228,11 +228,8 @@ def _float32(settings: DoctorSettings) -> Mapping[RankJob, RankResult]:
 
 @cache
 def _run(gangs: tuple[Gang, ...], deadline_s: float) -> dict[RankJob, RankResult]:
-    """Run gangs at the same time, and return job -> results. The results are cached, because several tests need them.
-
-    Raises:
-        Absent: a model does not fit into memory.
-        Fault: a process failed, or was still running at the deadline."""
+    """Run gangs at the same time, and return job -> results, cached for several tests. Raises NotApplicable if a model
+    does not fit into memory, Fault if a process failed or passed the deadline."""
     for job in {job for gang in gangs for job in gang}:
         _refuse_too_large(job)
     with tempfile.TemporaryDirectory(prefix="stageline-doctor-") as folder:
@@ -258,7 +255,7 @@ def _ranks(gang: Gang, folder: Path) -> Iterator[Program]:
 
 
 def _refuse_too_large(job: RankJob) -> None:
-    """Raise Absent if the model's state does not fit into the memory of the device."""
+    """Raise NotApplicable if the model's state does not fit into the memory of the device."""
     needed = predicted_state_bytes(job)
     there = (
         torch.cuda.get_device_properties(job.device).total_memory if job.on_gpu else psutil.virtual_memory().available
@@ -266,4 +263,4 @@ def _refuse_too_large(job: RankJob) -> None:
     if needed > there:
         where = f"GPU {job.device}" if job.on_gpu else "this host"
         sizes = f"{needed / 2**30:.0f} GiB in {job.dtype}, {where} has {there / 2**30:.0f}"
-        raise Absent(f"{job.model} needs {sizes}: give a smaller --model")
+        raise NotApplicable(f"{job.model} needs {sizes}: give a smaller --model")

@@ -53,7 +53,7 @@ class Alarms:
         self._progress = progress
         self._tracker = tracker
         self._steps_in_a_row: dict[str, int] = {}
-        self._idle_gangs = self._silent_engines = WithoutProgress()
+        self._idle_gangs = self._engines_without_progress = WithoutProgress()
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the rules about steps with the metrics of a finished step. Raises AlarmStop if an alarm is listed in
@@ -72,7 +72,7 @@ class Alarms:
 
     def on_worker_finished(self, worker: str) -> None:
         """Record that a worker finished a node."""
-        self._silent_engines = remove_name(self._silent_engines, worker)
+        self._engines_without_progress = remove_name(self._engines_without_progress, worker)
 
     def check_time(self, now: float) -> None:
         """Check the rules about time. `now`: seconds of the driver's clock, which stops while the driver is suspended.
@@ -92,8 +92,8 @@ class Alarms:
             busy = {
                 worker_name(self._engine_gang, replica) for replica in self._dispatch.busy_replicas(self._engine_gang)
             }
-            self._silent_engines, overdue = update_without_progress(
-                self._silent_engines, now, busy, self._limits.engine_silent_s
+            self._engines_without_progress, overdue = update_without_progress(
+                self._engines_without_progress, now, busy, self._limits.engine_silent_s
             )
             for worker in overdue:
                 limit = f"{self._limits.engine_silent_s:g} s (alarms.engine_silent_s)"

@@ -52,7 +52,7 @@ from pipeline.workers.scheduler_file import (
     write_scheduler_file,
 )
 from stages.models.protocol import Role
-from storage import files
+from storage import codec, files
 from storage.errors import StoreError
 from storage.host import family_of, private_directory
 
@@ -152,10 +152,8 @@ def next_driver_number(run_dir: Path) -> int:
 
 
 def _read_number(count: Path) -> int:
-    """Return the number of a run's newest driver, from the file `count`. Return 0 if the file is missing, or was cut
-    off on a full disk. A wrong 0 does little harm, because `next_driver_number` also looks at the newest scheduler
-    file. In the worst case a new driver gets the number of an earlier driver, and its files get the same names.
-    `next_driver_number` has removed the earlier files by then."""
+    """Return the number of a run's newest driver, or 0 if the file is missing or cut off (a full disk). A wrong 0 is
+    harmless: `next_driver_number` also looks at the newest scheduler file, and removes earlier drivers' files."""
     try:
         return int(count.read_text())
     except (FileNotFoundError, ValueError):
@@ -226,8 +224,8 @@ class WorkerRegistry:
         """Answer a join request. If the worker joins, return when its connection ends."""
         now = time.time()
         try:
-            request = JoinRequest.from_message(message)
-        except TypeError as error:
+            request = codec.from_document(JoinRequest, message)
+        except codec.NotARecord as error:
             await self._refuse(connection, self._refuse_other_version(message, error))
             return
         refused = self._refuse_unwanted(request.gang, request.index, request.host)
@@ -266,14 +264,14 @@ class WorkerRegistry:
         with suppress(OSError):
             await connection.write({"refused": refused.text})
 
-    def _refuse_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
+    def _refuse_other_version(self, message: Mapping[str, Any], error: codec.NotARecord) -> JoinRefused:
         """Return the refusal of a worker whose request does not have the format of this version of Stageline."""
         gang, index, host = str(message.get("gang")), message.get("index"), message.get("host")
         index, versions = index if isinstance(index, int) else -1, message.get("versions")
         differ = version_problems(versions if isinstance(versions, dict) else {}, local_versions())
         why = next(differ, f"its request is none of this version of Stageline: {error}")
-        stranger = self._refuse_unwanted(gang, index, str(host))
-        return stranger or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
+        unwanted = self._refuse_unwanted(gang, index, str(host))
+        return unwanted or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
 
     def _refuse_unwanted(self, name: str, index: int, host: str) -> JoinRefused | None:
         """Return a refusal if the run has no such gang or index, or if this worker has joined already. Otherwise return
@@ -290,8 +288,7 @@ class WorkerRegistry:
         return None if text is None else JoinRefused(name, index, text, fatal=False)
 
     def _board_bytes_of(self, request: JoinRequest) -> int:
-        """Return the bytes of weights that must fit into the shared memory of this worker's host. 0 if its gang neither
-        generates nor trains the policy."""
+        """Return the bytes of published weights that this worker's host needs room for."""
         return 0 if self._gangs[request.gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}) else self._board_bytes
 
     def _gpus_for(self, request: JoinRequest) -> tuple[int, ...] | str:

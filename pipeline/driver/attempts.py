@@ -275,7 +275,7 @@ class Attempts:
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
         """Release the slots of the nodes in `addresses` that still run on `worker`. These nodes only wait for rows that
-        have moved to other replicas."""
+        have migrated to other replicas."""
         for address in addresses:
             attempt = self._attempts.get(address)
             if attempt is not None and attempt.worker == worker:
@@ -375,14 +375,9 @@ class Attempts:
             self._reset_nodes(self._context.dispatch.reset_lost([address]))
 
     def _handle_stage_error(self, attempt: Attempt) -> None:
-        """Handle an attempt in which the stage itself raised an error. After a transient error the node runs again. If
-        it ran on a replica or a single rank, it runs again after a back-off. If it ran on several ranks, the gang is
-        first built again, because the other ranks may be in a collective.
-
-        Raises:
-            StageFailed: the error is not transient, or the node has had `cluster.attempts` attempts, or a judge has
-                used up its budget of requests or costs.
-        """
+        """Run a node again after a transient error: after a back-off, or if it has several ranks, which may be in a
+        collective, once its gang is built again. Raises StageFailed for other errors, after `cluster.attempts`
+        attempts, or if a judge's budget is spent."""
         node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
         spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
         if spent is not None:
@@ -399,10 +394,9 @@ class Attempts:
         self._context.journal.append_now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
 
     def _on_abandoned_end(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
-        """Handle the end of an abandoned attempt: it was overdue, so its node was given to another worker too. With an
-        outcome the node is done, unless the other attempt was done first. Without an outcome the other attempt goes on.
-        The overdue worker is alive, and gets work again once all its abandoned attempts have ended. `outcome`: the
-        attempt's report; None if it ended with an error."""
+        """Handle the end of an attempt that was overdue, so that its node was given to another worker too. The first of
+        the two with an outcome counts. The overdue worker gets work again once all its abandoned attempts have
+        ended."""
         node, abandoned = attempt.submit.node, self._abandoned[worker]
         del abandoned[node.address]
         if not abandoned:
@@ -415,9 +409,8 @@ class Attempts:
             attempt.future.release()
 
     def _reset_nodes(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
-        """Remove the attempts at these nodes and release their futures, so that the nodes can be submitted again. Only
-        an attempt on the worker `abandon_on` keeps its future and is remembered as abandoned. It goes on beside the new
-        attempt, and the first of the two that commits counts."""
+        """Remove the attempts at these nodes, so that they can be submitted again. Attempts on the worker `abandon_on`
+        go on beside the new ones: the first that commits counts."""
         for address in addresses:
             attempt = self._attempts.pop(address)
             if attempt.worker == abandon_on:
@@ -426,10 +419,9 @@ class Attempts:
                 attempt.future.release()
 
     def _deadline_of(self, attempt: Attempt) -> float:
-        """Return the time at which an attempt is overdue: `cluster.deadline_s` after its time begins to count. A node
-        in mode SLOT (`graph.Mode`) begins when it is submitted, and its time counts from then. Other nodes queue behind
-        earlier ones on the same worker, so their time counts from the worker's last progress. The result is infinite
-        until all parents are done, and while the attempt waits for its next try."""
+        """Return the time at which an attempt is overdue; infinity until its parents are done, and before its next try.
+        In mode SLOT it begins when submitted. Others queue on their worker, so their time counts from its last
+        progress."""
         if attempt.retry_at < math.inf or (attempt.ready_at is None and not self._parents_done(attempt.submit.node)):
             return math.inf
         if attempt.ready_at is None:

@@ -231,7 +231,7 @@ class Executor:
 
     def _on_refusal(self, event: tuple[float, dict[str, Any]]) -> None:
         """Queue the scheduler's report of a worker that it refused (called in the client's thread)."""
-        self._notices.put(JoinRefused(**event[1]))
+        self._notices.put(codec.from_document(JoinRefused, event[1]))
 
     def _on_process(self, event: tuple[float, object]) -> None:
         """Queue the scheduler's report of a process that ended (called in the client's thread)."""

@@ -140,14 +140,9 @@ def _consequence_text(address: Address, lost: Collection[Address]) -> str:
 
 
 def _sampling_version(history: History, address: Address, run_dir: Path) -> int:
-    """Return the version of the weights that sampled a shard of rollouts whose commit is lost. It is read from the
-    shard's stored array `token_versions`, which has the version that sampled each token. Versions that may not generate
-    the shard's step (`generation_versions`) are ignored. The shard will be sampled again with the returned version. The
-    new content must be equal to the content that later outputs were made from.
-
-    Raises StoreError if the array is not stored, or if it contains none or several of the versions that may generate
-    the step.
-    """
+    """Return the version that sampled a shard whose commit is lost, from its stored `token_versions`. The shard is
+    sampled again with it, and must get the content that later outputs were made from. Raises StoreError if the array
+    has none or several of the versions that may generate the step."""
     allowed, stored = (
         generation_versions(history.spec, address.step),
         history.store.read_uncommitted(address, "token_versions"),
@@ -277,8 +272,7 @@ def unneeded_outputs(
 
 
 def _usable_checkpoints(history: History, checkpoints: Checkpoints, role: Role) -> list[int]:
-    """Return the versions of a role that have both a checkpoint that looks complete and a commit of the update that
-    made them."""
+    """Return the versions with both a complete-looking checkpoint and the commit of the update that made them."""
     stage = update_stages(history.spec)[role]
     return [v for v in checkpoints.versions(role) if _has_commit(history, Address(stage, v - 1))]
 

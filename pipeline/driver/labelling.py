@@ -194,10 +194,8 @@ def _label_all(
 def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """Return the content of summary.json: the numbers of prompts, responses and pairs, the number of dropped pairs for
-    each reason (`dropped`), and the path of the file with the pairs (`file`). The key `orders_agree` has the fraction
-    of pairs in which the judge preferred the same response in both orders of presentation. It covers only the pairs in
-    `rows` that were judged in both orders, and is None if there are none."""
+    """Return the content of summary.json. `orders_agree` is the share of the pairs judged in both orders of
+    presentation in which the judge preferred the same response; None if there are none."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -228,8 +226,7 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, or an empty list if the file does not exist. Only a newline ends a line: texts may
-    contain other separators (U+0085, U+2028)."""
+    """Return the rows of a file, if it exists. Only a newline ends a line: texts may hold U+0085 and U+2028."""
     if not file.exists():
         return []
     with file.open(encoding="utf8") as lines:

@@ -12,8 +12,8 @@ weights that the processes of a host share (`storage.weights`).
     the run ends ────────────────────► remove ─► other hosts remove their boards (with attached workers, the
                                                  publisher's host too, since the driver sees no board)
 
-    replicas ──report their rows──► MigrationPlanner ──moves──► orders to the source replicas
-    a shard whose rows have all moved away gives up its slot
+    replicas ──report their rows──► MigrationPlanner ──migrations──► orders to the source replicas
+    a shard whose rows have all migrated gives up its slot
 
     a shard's scores are submitted while it is generated ──► the replica sends each finished row to the scoring worker,
                                                              if a reward is slow
@@ -113,16 +113,8 @@ class WeightOrders:
             remove_boards(self._client, self._with_unseen_boards(addresses))
 
     def _with_unseen_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the Dask addresses of the workers whose directory of published weights is not managed by the driver
-        (`storage.weights`).
-
-        - Without attached workers, the driver manages one directory: the publisher's, on the driver's host. The result
-          has the replicas that use another directory (`_with_other_boards`).
-        - With attached workers, the driver manages no directory. The result has the publisher and all generating
-          replicas.
-
-        `addresses`: worker name -> its Dask address. Workers that are missing there are left out.
-        """
+        """Return the Dask addresses of the workers whose board the driver does not manage. Without attached workers it
+        manages the publisher's board on its own host, otherwise none."""
         elsewhere = self._with_other_boards(addresses)
         if not self._all_unseen:
             return elsewhere
@@ -130,12 +122,8 @@ class WeightOrders:
         return list(dict.fromkeys([*readers, *([] if publisher is None else [publisher])]))
 
     def _with_other_boards(self, addresses: Mapping[str, str]) -> list[str]:
-        """Return the Dask addresses of the generating replicas that do not read weights from the publisher's own
-        directory (`storage.weights`). Such a replica runs on another host, or its gang has another directory. Empty if
-        the run publishes no weights.
-
-        `addresses`: worker name -> its Dask address. Workers that are missing there are left out.
-        """
+        """Return the addresses of the replicas that do not read the publisher's board: they run on another host, or
+        their gang has another directory. Empty if the run publishes no weights."""
         if not self._boards:
             return []
         publisher = addresses.get(worker_name(self._publisher, 0))
@@ -160,20 +148,20 @@ class MigrationOrders:
 
     def order_migrations(self) -> None:
         """Order replicas to send rows to other replicas, so that all rows are finished sooner. The planner decides
-        which rows move (`MigrationPlanner`). Do nothing unless `cluster.migrate_rows` is set."""
+        which rows migrate (`MigrationPlanner`). Do nothing unless `cluster.migrate_rows` is set."""
         dispatch, pool = self._context.dispatch, self._pool
         if not self._context.cluster.migrate_rows:
             return
-        for number, move in self._migration_planner.next_migrations(
+        for number, migration in self._migration_planner.next_migrations(
             dispatch.replicas_up(pool),
             dispatch.busy_replicas(pool),
             dispatch.versions_waiting_for_slot(pool),
             self._context.now(),
         ):
-            incarnation = self._supervision.spec((pool, move.source)).incarnation
-            target = self._supervision.address((pool, move.target))
-            order = MigrationOrder(number, pool, move.source, incarnation, target, move.rows)
-            order_migration(self._context.client, self._supervision.address((pool, move.source)), order)
+            incarnation = self._supervision.spec((pool, migration.source)).incarnation
+            target = self._supervision.address((pool, migration.target))
+            order = MigrationOrder(number, pool, migration.source, incarnation, target, migration.rows)
+            order_migration(self._context.client, self._supervision.address((pool, migration.source)), order)
 
     def on_report(self, report: RowsReport | MigrationDone) -> tuple[Address, ...]:
         """Take a replica's report of its rows, or of a finished migration. Return the replica's nodes that only wait

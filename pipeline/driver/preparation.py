@@ -235,14 +235,8 @@ class NumericsWatch:
 
 
 def _model_paths(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return name -> (config key of the path, path) for each model and each rubric file. The name depends
-    on the kind of file:
-    - policy, reference and critic: the name is the role
-    - model of a reward: the name is the config key of the reward's arguments
-    - rubric file: the name is the config key of the path
-
-    A reference or critic without a path of its own has the policy's config key and path.
-    """
+    """Return name -> (config key of the path, path) of each model and rubric file. The name is the role, the key of the
+    reward's arguments, or the rubric's key. A reference or critic without a path has the policy's."""
     model = config.model
     paths = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
@@ -270,8 +264,7 @@ def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _refusal_text(differences: list[str]) -> str:
-    """Return the end of the error message for a refused resume or worker. It lists the `differences` of software or
-    numerics, and the ways in which the user can continue the run."""
+    """Return the end of the message that refuses a resume or a worker: the differences, and how to continue."""
     return (
         f"{_join_texts(differences)}. Go back to that; or set {KEY}=warn, with which updates that run again may "
         f"differ; or have what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"

@@ -56,7 +56,6 @@ from pipeline.observe.timeline import overlap_by_step, run_timeline
 from pipeline.observe.tracking import (
     Dataset,
     MlflowTracker,
-    NullTracker,
     RunStatus,
     Tracker,
     experiment_id,
@@ -85,7 +84,7 @@ def open_history(config: RunConfig) -> History:
 def open_tracker(config: RunConfig) -> Tracker:
     """Open tracking for a run that starts or resumes. `conclude_run` closes it."""
     if config.tracking.uri is None:
-        return NullTracker()
+        return Tracker()
     paths = RunPaths(config.run_dir)
     commit = git_commit()
     resumes = len(read_run_starts(paths.events))
@@ -366,10 +365,8 @@ def variant_source(config: RunConfig) -> VariantSource:
 
 
 def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
-    """Return the facts that decide which numbers of two runs can be compared (`Sameness`). Each fact is a text. If two
-    runs differ in a fact, the numbers that depend on it are not compared. The texts contain settings, and digests of
-    the models' files from the identity. Without an identity, the paths of policy, reference and tokenizer replace the
-    digests."""
+    """Return the facts that decide which numbers of two runs can be compared: settings, and digests of the models'
+    files. If there is no identity, paths replace the digests."""
     models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
     flat, whole = flatten_sections(config_sections(config)), config_sections(config)
     policy = models.get("policy", {"path": config.model.path})
@@ -391,8 +388,7 @@ def _comparable_facts(config: RunConfig, identity: Identity | None) -> Sameness:
 
 
 def _scoring_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a reward's config section that decide the scores. Settings that process the scores later
-    are left out."""
+    """Return the settings of a reward's section that decide the scores."""
     return {key: section.get(key) for key in ("kind", "args", "parts")}
 
 

@@ -221,13 +221,9 @@ def close_finished_segments(spec: GraphSpec, ledger: Ledger, unneeded: Collectio
 
 
 def _steps_before_closing(spec: GraphSpec) -> int:
-    """Return how many of the steps that follow a segment must be finished before the segment is closed. There are two
-    reasons to wait:
-    - A late attempt at a node of the segment may still end. After this many steps it is outdated, and its result does
-      not count.
-    - A resumed run runs no nodes of closed segments. It may have to publish some versions of the weights again, so the
-      steps that publish these versions must not be in a closed segment.
-    """
+    """Return how many later steps must be finished before a segment is closed. By then a late attempt at one of its
+    nodes is outdated, and a resumed run, which runs no nodes of closed segments, need not publish its versions
+    again."""
     return 2 * window_size(spec)
 
 

@@ -38,7 +38,7 @@ from pipeline.config.reward_preflight import EXPORT, already_trained_error, chec
 from pipeline.driver.session import handle_signals, hold_driver_lock
 from pipeline.errors import StageFailed
 from pipeline.observe.text import print_plain, progress_bar
-from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, opening_hint, sink_hints
+from pipeline.observe.tracking import MlflowTracker, Tracker, opening_hint, sink_hints
 from stages.models.config import LoraConfig
 from stages.models.hf_weights import write_lowest_blocks
 from stages.models.parallel import ParallelRank, join, leave
@@ -253,7 +253,7 @@ def _other_ranks(config: RewardModelConfig, rendezvous: str) -> Iterator[None]:
 @contextmanager
 def _open_tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
     if config.tracking.uri is None:
-        yield NullTracker()
+        yield Tracker()
         return
     settings = config.tracking
     tags = {"stageline.kind": "reward model"}

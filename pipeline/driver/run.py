@@ -216,12 +216,8 @@ def _freeze_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _detach_if_continued(run: Run) -> Iterator[None]:
-    """Return a context for the work of a run. It passes every error on, but acts on two kinds first:
-
-    - If another job continues the run after the error, tracking is left open for that job.
-    - A StoreError becomes a StoredWrongly, because during the run it means that stored data is damaged. A StoreRefused
-      stays as it is.
-    """
+    """Pass every error on. If another job continues the run, tracking is left open for it. A StoreError during the run
+    means damaged data, and becomes StoredWrongly."""
     try:
         yield
     except run.continuing_errors as error:
@@ -314,8 +310,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
 
 
 def _critic_notes(config: RunConfig) -> Iterator[str]:
-    """Yield notes for the journal if the run has no critic: the kind of advantage, and each gang that is therefore not
-    started."""
+    """Yield notes for the journal if the run has no critic."""
     if not config.has_critic:
         yield f"ppo.advantage={config.ppo.advantage} (no critic)"
         unused = sorted(config.placement.gangs.keys() - {gang.name for gang in config.gangs()})
@@ -456,13 +451,9 @@ class _Driver(ExecutorEvents):
             callback(step, dict(metrics))
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Report how far engine and trainer differ at a version. If they differ too much, write an alarm to the journal
-        and to the screen.
-
-        Normally the method `_report_step` logs the `metrics` later, together with the other metrics of step `version`,
-        because MLflow lists metrics in the order in which they were first logged. They are logged here if there is an
-        alarm, if the metrics of that step are already logged, or if the run has no such step.
-        """
+        """Report how far engine and trainer differ at a version. The metrics are normally logged by `_report_step`,
+        because MLflow lists metrics in the order of their first logging; here only after an alarm, or if that step is
+        logged or missing."""
         text = canary_alarm_text(version, metrics)
         if text is not None or version in self._tracked_steps or version == self._config.steps:
             self._tracker.log_metrics(version, metrics)

@@ -174,7 +174,7 @@ def repeat_hints(node: Node, run_dir: Path) -> dict[str, str]:
 
 # ---- Heartbeats ------------------------------------------------------------------------------------------
 
-_MIN_SILENCE_S = 20.0
+_MIN_WITHOUT_HEARTBEAT_S = 20.0
 """Shortest time without heartbeats after which a process counts as stopped. Imports and other native code that holds
 Python's lock can delay heartbeats."""
 
@@ -187,7 +187,7 @@ class HeartbeatWatch:
     def __init__(self) -> None:
         self._last_heartbeats: dict[str, tuple[float, float]] = {}
 
-    def silent_seconds(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
+    def seconds_without_heartbeat(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
         """Return name of a process -> seconds since its latest heartbeat was first seen. `heartbeats`: name of a
         process -> time of its latest heartbeat."""
         before = self._last_heartbeats
@@ -198,11 +198,11 @@ class HeartbeatWatch:
         return {name: now - since for name, (_, since) in self._last_heartbeats.items()}
 
 
-def counts_as_stopped(silent_s: float, start_timeout_s: float) -> bool:
+def counts_as_stopped(without_heartbeat_s: float, start_timeout_s: float) -> bool:
     """Return True if a process counts as stopped during its build, because it has sent no heartbeat for longer than a
-    limit. The limit is a third of the start timeout, but at least `_MIN_SILENCE_S`. A slow process still sends
-    heartbeats."""
-    return silent_s > max(start_timeout_s / 3, _MIN_SILENCE_S)
+    limit. The limit is a third of the start timeout, but at least `_MIN_WITHOUT_HEARTBEAT_S`. A slow process still
+    sends heartbeats."""
+    return without_heartbeat_s > max(start_timeout_s / 3, _MIN_WITHOUT_HEARTBEAT_S)
 
 
 # ---- Supervision -----------------------------------------------------------------------------------------
@@ -489,15 +489,17 @@ class Supervision:
         stop during its build. Raises StageFailed if a worker was lost too often."""
         awaited = {key: one for key, one in self._workers.items() if one.build is not None and not one.is_up}
         now, start_s = self._context.now(), self._context.settings.start_timeout_s
-        silent = self._heartbeats.silent_seconds(last_heartbeats(self._context.client), now) if awaited else {}
+        since_heartbeat_s = (
+            self._heartbeats.seconds_without_heartbeat(last_heartbeats(self._context.client), now) if awaited else {}
+        )
         for key, worker in awaited.items():
-            silent_s = silent.get(worker.spec.name)
-            if silent_s is None or worker.error is not None or self._workers[key] is not worker:
+            without_heartbeat_s = since_heartbeat_s.get(worker.spec.name)
+            if without_heartbeat_s is None or worker.error is not None or self._workers[key] is not worker:
                 continue
             if not worker.has_joined:
                 worker.has_joined, worker.deadline = True, now + start_s
-            elif counts_as_stopped(silent_s, start_s):
-                self.restart_lost(key, f"it sent no heartbeat for {silent_s:.0f} s while it was built")
+            elif counts_as_stopped(without_heartbeat_s, start_s):
+                self.restart_lost(key, f"it sent no heartbeat for {without_heartbeat_s:.0f} s while it was built")
 
     def _overdue_error(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name
@@ -509,12 +511,8 @@ class Supervision:
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _leave_out(self, key: WorkerKey, error: Exception, *, retry_at_join: bool = False) -> None:
-        """Leave a worker out, if another replica of its pool is up or being built. The worker is built again after
-        `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins.
-
-        Raises:
-            Exception: `error`, if no other worker can do its work.
-        """
+        """Leave a worker out, if another replica of its pool is up or being built; else raise `error`. It is built
+        again after `cluster.start_timeout_s`, or with `retry_at_join` as soon as its process joins."""
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         again_s = self._context.settings.start_timeout_s
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]

@@ -370,8 +370,7 @@ class Dispatch:
         entry.is_ready = is_ready
 
     def _is_busy(self, gang: str) -> bool:
-        """Return True if anything is handed out to a gang. A node that has released its slot counts too, because a
-        replica still has the node's rows."""
+        """Return True if a gang has nodes, or rows of nodes that have released their slots."""
         state = self._gangs[gang]
         return bool(state.submitted or state.without_slot or self.busy_replicas(gang) or any(state.loads.values()))
 
@@ -388,10 +387,8 @@ class Dispatch:
         return mode is _FREE or any(state.free_slots.values())
 
     def _would_delay_child(self, node: Node, state: _GangState) -> bool:
-        """Return True if `node` would delay a more urgent node by being handed out now. The more urgent node runs on
-        the same gang, and waits only for nodes that the gang already has. If `node` is handed out now, it runs before
-        the more urgent node. For example, the critic's update would run before the policy's publication, and so delay
-        the next generation."""
+        """Return True if `node` would run before a more urgent node of its gang that waits only for nodes that the gang
+        already has: the critic's update, say, before the policy's publication, for which the next generation waits."""
         for parent in state.submitted:
             for entry in parent.children:
                 if entry.state is not _WAITING or entry.place.state is not state:

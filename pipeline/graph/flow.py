@@ -107,10 +107,8 @@ class Flow:
             self.advance()
 
     def _update_window(self, node: Node) -> None:
-        """Record a node's commit in the state of the window: the readers of weights, the number of trained steps, and
-        the open steps. A step whose nodes are all done leaves the open steps, and is reported with `on_step`. No step
-        is opened here. The method `advance` does that in a loop, because a resumed run may find thousands of committed
-        steps."""
+        """Record a node's commit in the state of the window. A step whose nodes are all done is closed and reported
+        with `on_step`. `advance` opens steps, in a loop, because a resumed run may find thousands of committed ones."""
         step = step_of_node(node)
         if self._reopened:
             self._reopened.discard(node.address)
@@ -154,9 +152,8 @@ class Flow:
         return self._updated
 
     def _remove_reader(self, version: int, reader: Address) -> None:
-        """Record that the node `reader`, which may have read this version of the weights, has committed its output.
-        Release the version if all its readers have now committed. A version whose step was finished before this driver
-        started is released at once, because its readers are not counted."""
+        """Record that a node that may have read this version has committed. Readers of a version whose step was
+        finished before this driver started are not counted, so it is released at once."""
         self._readers.get(version, set()).discard(reader)
         if max(version - 1, 0) < self._first:  # the step that published the version is over
             self._on_unread(version)
@@ -164,9 +161,8 @@ class Flow:
             self._release_if_unread(version)
 
     def _release_if_unread(self, version: int) -> None:
-        """Release a version of the weights if it is published, and all nodes that might read it (`weight_readers`) are
-        done. If `rollout.versions` is not `exact`, these nodes may have used other versions instead. So they may be
-        done before this version is published."""
+        """Release a version if it is published and its `weight_readers` are done. Unless `rollout.versions` is `exact`,
+        these may have used other versions, and be done before it is published."""
         if self._readers.get(version, True) or version in self._awaited:
             return
         del self._readers[version]
@@ -175,13 +171,9 @@ class Flow:
         self._on_unread(version)
 
     def _adapt_to_resume(self, node: Node) -> Node:
-        """Return the node with the parents and the version that it needs in a resumed run. Only one kind of node is
-        changed: a shard of rollouts without a commit that may use several versions of the weights.
-        There are two cases:
-        - The argument `sampled_versions` of `__init__` has the shard. It must be sampled again with the version given
-          there, so that its content is the same as before. It waits for this version.
-        - Otherwise the shard waits for the version that the function `resumed_generation_version` returns.
-        """
+        """Return the node as a resumed run needs it. Only a shard of rollouts without a commit, that may use several
+        versions, changes: it is sampled with the version in `sampled_versions`, so that its content is the same as
+        before, or waits for the `resumed_generation_version`."""
         if node.newest_version is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:

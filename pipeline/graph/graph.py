@@ -207,22 +207,17 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
-    """Return the step whose nodes (`step_nodes`) include `canary[v]`. It is step v + eta - 1, but at least v and at
-    most the last step of the run (eta is the staleness bound). For version 0 it is 0. Step v + eta - 1 is the last step
-    that is generated with a version older than v, so no engine has to load version v early for the canary.
-
-    If `rollout.versions` is not `exact`, the result is always v, because engines load a new version as soon as they
-    can.
-    """
+    """Return the step whose nodes include `canary[v]`: usually v + eta - 1, the last step that is generated with a
+    version older than v. So no engine loads v early for the canary. Unless `rollout.versions` is `exact`, engines load
+    a version as soon as they can, and the step is v."""
     if spec.uses_latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
 
 
 def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
-    """Return the canary nodes among the nodes of a step. A canary node compares engine and trainer at one version of
-    the weights (`canary_node`). The last step of a run may have several canary nodes, because it also has those that
-    would be due after the end of the run."""
+    """Return the canaries among the nodes of a step. The last step also has those that would be due after the run's
+    end."""
     versions = range(max(0, step - spec.staleness), step + 1) if spec.has_canaries else ()
     return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 

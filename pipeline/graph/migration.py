@@ -14,7 +14,7 @@ and all work of a pool is done after
 
 The first part falls if rows spread: a loaded replica gives rows to idle replicas. The second part falls if rows gather:
 a pass costs nearly the same for one row as for a few, so replicas that are emptied can begin the next nodes. Three
-plans are compared, with the cost of their migrations: rows spread, rows gather, and no row moves. Events in,
+plans are compared, with the cost of their migrations: rows spread, rows gather, and no row migrates. Events in,
 instructions out: no clock, no I/O, no Dask.
 """
 
@@ -61,9 +61,9 @@ def plan_migrations(
     waiting_s: float = 0.0,
 ) -> list[Migration]:
     """Return the migrations to order. For each version of the weights, three plans are compared: spread the rows,
-    gather them, or move none. The result has the migrations of the plan with which all work ends soonest. If this plan
-    saves no more than the fraction `MIN_GAIN` of the time until all rows are finished without migration, no row of this
-    version migrates.
+    gather them, or migrate none. The result has the migrations of the plan with which all work ends soonest. If this
+    plan saves no more than the fraction `MIN_GAIN` of the time until all rows are finished without migration, no row of
+    this version migrates.
 
     Rows go to replicas with the same version of the weights, and only into free places. No replica both sends and
     receives rows. Nothing migrates before some replica has a measured cost of its decoding passes.
@@ -74,10 +74,10 @@ def plan_migrations(
             reported the rows of its node yet. It then receives no rows.
         waiting_s: seconds that one replica would need for all nodes that wait for a slot.
     """
-    moves: list[Migration] = []
+    migrations: list[Migration] = []
     costs = [load.cost for load in loads.values() if load.cost is not None]
     if not costs:
-        return moves
+        return migrations
     known = {i: load if load.cost is not None else replace(load, cost=costs[0]) for i, load in loads.items()}
     for version in sorted({load.version for load in loads.values() if load.rows}):
         group = {i: one for i, one in known.items() if one.version == version and (one.rows or i not in closed)}
@@ -87,12 +87,12 @@ def plan_migrations(
             _gather(gather)
         best = min(stay, level, gather, key=_Plan.end_s)
         if stay.end_s() - best.end_s() > MIN_GAIN * (stay.end_s() - waiting_s / len(group)):
-            moves += best.migrations()
-    return moves
+            migrations += best.migrations()
+    return migrations
 
 
 class _Side:
-    """One replica in a plan, after the moves of the plan: its rows, and the time at which it has finished them."""
+    """One replica in a plan, after the migrations of the plan: its rows, and the time at which it has finished them."""
 
     def __init__(self, load: EngineLoad) -> None:
         self.load = load
@@ -112,7 +112,7 @@ class _Side:
 
     def end_s(self, total: int | None = None, longest: int | None = None) -> float:
         """Return the seconds until the replica has finished all its rows. Pass `total` and `longest` to see the effect
-        of a move that is not made yet.
+        of a migration that is not made yet.
 
         Args:
             total: sum of the decoding passes that the rows need. None: the sum over the present rows.
@@ -142,13 +142,13 @@ class _Price:
 
 
 class _Plan:
-    """A plan to move rows between the replicas that hold one version of the weights. It has the moves. For each
-    replica, it also has the rows after the moves, and the time at which the replica finishes them."""
+    """A plan to migrate rows between the replicas that hold one version of the weights. It has the migrations. For each
+    replica, it also has the rows after the migrations, and the time at which the replica finishes them."""
 
     def __init__(self, group: Mapping[int, EngineLoad], copies: CopyCost, waiting_s: float) -> None:
         self.sides = {i: _Side(load) for i, load in group.items()}
         self._copies, self._waiting_s = copies, waiting_s
-        self._moved: dict[tuple[int, int], list[MigrationRequest]] = {}
+        self._migrated: dict[tuple[int, int], list[MigrationRequest]] = {}
 
     def end_s(self) -> float:
         """Return the seconds until all work is done (see the module docstring)."""
@@ -177,7 +177,7 @@ class _Plan:
         assert side.load.cost is not None
         return side.load.cost.seconds(min(len(side.passes) + 1, side.load.max_rows))
 
-    def move(self, row: RowLoad, source: int, target: int, price: _Price) -> None:
+    def migrate(self, row: RowLoad, source: int, target: int, price: _Price) -> None:
         giving, taking = self.sides[source], self.sides[target]
         del giving.passes[row.key]
         taking.passes[row.key] = row.left + price.passes
@@ -185,20 +185,16 @@ class _Plan:
         giving.copying += price.copying
         taking.held_s += price.write_s
         giving.sends = taking.receives = True
-        self._moved.setdefault((source, target), []).append(price.request)
+        self._migrated.setdefault((source, target), []).append(price.request)
 
     def migrations(self) -> list[Migration]:
-        return [Migration(source, target, tuple(rows)) for (source, target), rows in self._moved.items()]
+        return [Migration(source, target, tuple(rows)) for (source, target), rows in self._migrated.items()]
 
 
 def _level(plan: _Plan) -> None:
-    """Move rows one by one from the replica that would finish last (the source) to the replica that would finish first
-    (the target). Stop in one of three cases:
-    - No move of a row helps. Let T be the time at which the source finishes before the move. The move helps if source
-      and target both finish before T.
-    - The source has received rows itself.
-    - No replica can receive a row.
-    """
+    """Migrate rows one by one from the replica that would finish last (the source) to the one that would finish first
+    (the target), until the source has received rows itself, no replica can receive one, or source and target would not
+    both finish before the time at which the source finishes now."""
     while True:
         source = max(plan.sides, key=lambda i: plan.sides[i].end_s())
         giving = plan.sides[source]
@@ -206,16 +202,16 @@ def _level(plan: _Plan) -> None:
         if giving.receives or not targets:
             return
         target = min(targets, key=lambda i: plan.sides[i].end_s())
-        best = _row_to_move(plan, giving, source, target)
+        best = _row_to_migrate(plan, giving, source, target)
         if best is None:
             return
-        plan.move(*best)
+        plan.migrate(*best)
 
 
-def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
-    """Return the arguments of `_Plan.move` for the best move of one row from `source` to `target`. A move is judged by
-    the time at which the later of the two replicas finishes its rows. Return None if no move makes this time earlier
-    than the time at which the source finishes now. `giving`: the source in the plan."""
+def _row_to_migrate(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[RowLoad, int, int, _Price] | None:
+    """Return the arguments of `_Plan.migrate` for the best migration of one row from `source` to `target`. A migration
+    is judged by the time at which the later of the two replicas finishes its rows. Return None if no migration makes
+    this time earlier than the time at which the source finishes now. `giving`: the source in the plan."""
     taking = plan.sides[target]
     total, *longest = sum(giving.passes.values()), *sorted(giving.passes.values(), reverse=True)[:2], 0
     their_total, their_longest = sum(taking.passes.values()), max(taking.passes.values(), default=0)
@@ -233,9 +229,9 @@ def _row_to_move(plan: _Plan, giving: _Side, source: int, target: int) -> tuple[
 
 
 def _gather(plan: _Plan) -> None:
-    """Move the rows of the replicas with the fewest rows into free places of the replicas with the most rows. A replica
-    sends all rows that can migrate, or none if the places do not suffice. Rows that are nearly done stay, since they
-    end before they would have migrated."""
+    """Migrate the rows of the replicas with the fewest rows into free places of the replicas with the most rows. A
+    replica sends all rows that can migrate, or none if the places do not suffice. Rows that are nearly done stay, since
+    they end before they would have migrated."""
     busy = [i for i, side in plan.sides.items() if side.passes]
     by_rows = sorted(busy, key=lambda i: (len(plan.sides[i].passes), -i))
     for position, source in enumerate(by_rows):
@@ -249,7 +245,7 @@ def _gather(plan: _Plan) -> None:
         for row, target in zip(wanted, places, strict=False):
             price = plan.price(row, source, target)
             if price is not None:
-                plan.move(row, source, target, price)
+                plan.migrate(row, source, target, price)
 
 
 def _nearer(known: float, measured: float) -> float:
@@ -272,7 +268,7 @@ class MigrationPlanner:
     """Number of a migration -> the migration."""
     _outdated: set[int] = field(default_factory=set)
     """Replicas whose last report is outdated, because a migration from or to them was ordered after this report. If the
-    migration ends without having moved any rows, its two replicas are removed from this set."""
+    migration ends without any row having migrated, its two replicas are removed from this set."""
     _ordered: int = 0
     _seen: object = None
     """The inputs of the last plan."""
@@ -294,8 +290,8 @@ class MigrationPlanner:
         self._loads.pop(replica, None)
         self._outdated.discard(replica)
         self._num_reports += 1
-        for number in [number for number, move in self._under_way.items() if move.source == replica]:
-            self._ended(number, moved=False)
+        for number in [number for number, migration in self._under_way.items() if migration.source == replica]:
+            self._ended(number, has_migrated=False)
 
     def arrived(self, number: int, num_rows: int, num_bytes: int, held_s: float, standstill_s: float) -> None:
         """Record that a migration has ended. `number` is the number that `next_migrations` gave it.
@@ -306,16 +302,16 @@ class MigrationPlanner:
             held_s: seconds for which decoding passes waited for the copies, summed over both replicas.
             standstill_s: seconds for which rows were not decoded, summed over all rows.
         """
-        self._ended(number, moved=num_rows > 0)
+        self._ended(number, has_migrated=num_rows > 0)
         if num_rows and num_bytes >= _MEASURABLE_BYTES and held_s > 0:
             rate, each_s = 2 * num_bytes / held_s, standstill_s / num_rows
             self.copies = CopyCost(_nearer(self.copies.bytes_per_s, rate), _nearer(self.copies.standstill_s, each_s))
 
-    def _ended(self, number: int, *, moved: bool) -> None:
-        move = self._under_way.pop(number, None)
+    def _ended(self, number: int, *, has_migrated: bool) -> None:
+        migration = self._under_way.pop(number, None)
         self._num_reports += 1
-        if move is not None and not moved:
-            self._outdated -= {move.source, move.target}
+        if migration is not None and not has_migrated:
+            self._outdated -= {migration.source, migration.target}
 
     def next_migrations(
         self, usable: Collection[int], busy: Collection[int], waiting: Mapping[int, int], now_s: float
@@ -332,15 +328,15 @@ class MigrationPlanner:
         """
         seen = self._num_reports, frozenset(usable), frozenset(busy), tuple(sorted(waiting.items()))
         if self._under_way or self._outdated or not self._loads.keys() >= {*usable} or seen == self._seen:
-            return []  # rows are moving, a replica that has not reported may have many, or nothing is new
+            return []  # rows are migrating, a replica that has not reported may have many, or nothing is new
         self._seen = seen
         loads = {i: load.later(now_s - at) for i, (load, at) in self._loads.items() if i in usable}
         loads = {i: load for i, load in loads.items() if load.version not in waiting or not load.rows}
         waiting_s = sum(waiting.values()) * self.node_s / self.concurrent_shards
         orders = []
-        for move in plan_migrations(loads, self.copies, busy, waiting_s):
-            self._under_way[self._ordered] = move
-            self._outdated |= {move.source, move.target}
-            orders.append((self._ordered, move))
+        for migration in plan_migrations(loads, self.copies, busy, waiting_s):
+            self._under_way[self._ordered] = migration
+            self._outdated |= {migration.source, migration.target}
+            orders.append((self._ordered, migration))
             self._ordered += 1
         return orders

@@ -10,11 +10,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import ConfigError
-from storage import files
+from storage import codec, files
 from storage.errors import StoreError
 
 _TIMEOUT_S = 60.0
@@ -156,8 +156,7 @@ def _one_line_error(complaint: str) -> str:
 
 
 def _key_of(complaint: str) -> str:
-    """Return the setting that an error message concerns, judged by its words. If it contains no known word, return
-    `slurm`."""
+    """Return the setting that Slurm's complaint is about, judged by its words."""
     return next((key for word, key in _KEYS.items() if word in complaint.lower()), "slurm")
 
 
@@ -179,7 +178,7 @@ class JobRecord:
 def write_record(folder: Path, record: JobRecord) -> None:
     """Write the record of a run's newest job atomically. Raises OSError if the file cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_local(folder / _FILE, (json.dumps(asdict(record), indent=1) + "\n").encode())
+    files.write_local(folder / _FILE, (codec.encode(record, indent=1) + "\n").encode())
 
 
 def read_record(folder: Path) -> JobRecord | None:

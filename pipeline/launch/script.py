@@ -96,11 +96,8 @@ def render_doctor(config: RunConfig, place: ScriptValues, arguments: Sequence[st
 
 
 def _fill_template(template: Path, filled: Mapping[str, str]) -> str:
-    """Return the text of a template in which each placeholder `@NAME@` is replaced by the value of `NAME` in `filled`.
-
-    Raises:
-        ConfigError: the template cannot be read, or the names of its placeholders are not exactly the keys of `filled`.
-    """
+    """Return a template's text with `filled[NAME]` for each `@NAME@`. Raises ConfigError if it cannot be read, or if
+    its placeholders are not exactly the keys of `filled`."""
     try:
         text = template.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
@@ -179,14 +176,9 @@ def _worker_count_text(step: Step) -> str:
 
 
 def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
-    """Yield a line per gang: its kind, its name, and options of srun.
-
-    Slurm starts each gang as a job step, and the steps share the nodes. Each step gets all CPUs of its nodes. If its
-    workers need GPUs, it also gets all GPUs that the job has on these nodes. Slurm does not bind tasks to CPUs or GPUs,
-    because NCCL does not use NVLink to a GPU that a control group hides from the process (NVIDIA/nccl#1066). Each
-    worker reports the GPUs that it sees, and the driver assigns some of these GPUs to the worker. `--cpus-per-task` is
-    not given, because with it the steps on a node would get the same CPUs.
-    """
+    """Yield a line per gang: its kind, its name, and options of srun. Every step sees all CPUs and GPUs of its nodes,
+    since NCCL does not use NVLink to a GPU that a control group hides (NVIDIA/nccl#1066); the driver assigns the GPUs.
+    With `--cpus-per-task` the steps on a node would get the same CPUs."""
     for number, group in enumerate(shape.groups):
         where = f"--het-group={number}" if shape.heterogeneous else f"--relative={shape.first_node(group)}"
         on_node = (group if shape.heterogeneous else _merge_groups(shape)).gpus
@@ -198,10 +190,8 @@ def _workers(slurm: SlurmConfig, shape: JobShape) -> Iterator[str]:
 
 
 def _sbatch_word(value: str) -> str:
-    """Return a value for an option of sbatch, in quotes if it needs them.
-
-    Like a shell, sbatch interprets quotes, and takes # outside of quotes as the start of a comment. Unlike a shell, it
-    does not expand dollar signs."""
+    """Return a value for an option of sbatch, in quotes if needed. sbatch interprets quotes and # like a shell, but not
+    $."""
     if re.fullmatch(r"[\w@%+=:,./-]*", value):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -276,12 +266,8 @@ def job_shape(config: RunConfig) -> JobShape:
 
 
 def _sort_key(config: RunConfig, host: str) -> tuple[bool, int]:
-    """Return the sort key of a group of nodes. `host` is the gang whose entry in `slurm.gangs` requests these nodes.
-
-    The nodes of the policy come first. This matters if every gang runs on nodes that `slurm.gangs` requests, its own or
-    those of another gang. The first node of the policy is then the batch node, and the driver runs there beside ranks
-    of the policy.
-    """
+    """Return the sort key of the nodes that gang `host` requests. The policy's nodes come first, so that the driver, on
+    the batch node, runs beside ranks of the policy."""
     policy = host_gang(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 
@@ -312,8 +298,7 @@ def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGro
 
 
 def _gpus_of_node(needed: Mapping[str, int], placement: PlacementConfig) -> int:
-    """Return the number of GPUs that a node needs. `needed`: gang -> number of GPUs that its workers on the node need.
-    Of gangs that share devices, only the largest number counts."""
+    """Return the number of GPUs that a node needs. Of gangs that share devices, the largest counts."""
     sharing = {name for group in placement.device_sharing for name in group}
     alone = sum(number for name, number in needed.items() if name not in sharing)
     return alone + sum(max(needed.get(name, 0) for name in group) for group in placement.device_sharing)

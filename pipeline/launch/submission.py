@@ -140,11 +140,8 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
 
 @contextmanager
 def _hold_submission_locks(runs: Sequence[RunPaths]) -> Iterator[None]:
-    """Hold the submission lock of each run during the `with` block. In the block, the caller looks for existing jobs of
-    the runs, submits the new job, and records it.
-
-    Raises:
-        ConfigError: another process is submitting one of the runs."""
+    """Hold each run's submission lock, while the caller looks for its jobs, submits one and records it. Raises
+    ConfigError if another process is submitting one of the runs."""
     with ExitStack() as stack:
         for paths in runs:
             paths.job.mkdir(parents=True, exist_ok=True)
@@ -194,10 +191,7 @@ def _node_group_text(group: NodeGroup, gres: str | None) -> str:
 
 
 def _sbatch_pattern(folder: Path, name: str) -> Path:
-    """Return the path of a file as a filename pattern of sbatch, in which % is escaped.
-
-    Raises:
-        ConfigError: the path contains a line break or a backslash, which sbatch does not support."""
+    """Return a path as a filename pattern of sbatch. Raises ConfigError for a path that sbatch does not support."""
     if re.search(r"[\\\n\r]", str(folder)):
         need = "Slurm writes no output below a directory with a \\ or the end of a line in its name"
         raise ConfigError("runs_dir", f"given {str(folder)!r}; {need}")

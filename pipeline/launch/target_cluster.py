@@ -145,12 +145,8 @@ class _Group:
 
 
 def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> dict[Worker, int] | _Group:
-    """Choose a node for each worker. Return worker -> index of its node. A group consists of the workers of one gang
-    that must be on the same node. If there is no room for a group, return this group instead.
-
-    First, the groups are placed gang by gang, the gang that needs the most devices first. If this fails, all groups are
-    placed again, the largest group first.
-    """
+    """Return worker -> index of its node, or a group of workers for which there is no room. The gang with the most
+    devices is placed first; if that fails, the largest group of any gang."""
     gangs = sorted(config.gangs(), key=lambda gang: -_size_of_gang(config, gang, num_gpus))
     groups = [group for gang in gangs for group in _groups(config, gang, num_gpus)]
     packed = _first_fit(config, cluster, num_gpus, groups)
@@ -162,13 +158,9 @@ def _pack_groups(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> 
 def _first_fit(
     config: RunConfig, cluster: HardwareCluster, num_gpus: int, groups: Sequence[_Group]
 ) -> dict[Worker, int] | _Group:
-    """Place the groups on nodes in the given order. Return worker -> index of its node. A group consists of the workers
-    of one gang that must be on the same node. If there is no room for a group, return this group instead.
-
-    Each group is put on the first node with room. If its gang shares devices with other gangs, nodes on which these
-    gangs already have devices are preferred. If no core is free, several workers use the same cores. With
-    `placement.oversubscribe`, several workers may also use the same GPUs.
-    """
+    """Place the groups in order, each on the first node with room. Return worker -> index of its node, or the group
+    without room. A gang that shares devices prefers the nodes of those gangs. If no core is free, workers share cores;
+    with `placement.oversubscribe`, also GPUs."""
     placement, per_node = config.placement, num_gpus or cluster.cores
     sharing = {name: tuple(group) for group in placement.device_sharing for name in group}
     used: dict[str, list[int]] = {gang.name: [0] * cluster.nodes for gang in config.gangs()}
@@ -201,8 +193,7 @@ def _groups(config: RunConfig, gang: Gang, num_gpus: int) -> Iterator[_Group]:
 
 
 def _size_of_gang(config: RunConfig, gang: Gang, num_gpus: int) -> int:
-    """Return the number of GPUs that a gang needs. On a cluster without GPUs, return the number of cores that it needs:
-    one for each thread of its workers."""
+    """Return the number of GPUs that a gang needs, or of cores (threads) on a cluster without GPUs."""
     if num_gpus:
         return gang.workers * gang.gpus
     return gang.workers * config.placement.gangs[gang.name].threads
@@ -229,11 +220,8 @@ def _node_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -
 
 
 def _attached_problems(config: RunConfig, cluster: HardwareCluster, num_gpus: int) -> Iterator[Problem]:
-    """Yield the problems of a run on an attached cluster (`cluster.kind: attached`):
-
-    - The gangs together need more GPUs than the cluster has, and `placement.oversubscribe` is not set.
-    - A tensor-parallel group of a gang, or a replica of the engine, needs more GPUs than one node has.
-    """
+    """Yield a problem if the gangs need more GPUs than the cluster has (unless `placement.oversubscribe`), or a
+    tensor-parallel group or a replica needs more than one node has."""
     rooms = {gang.name: _size_of_gang(config, gang, num_gpus) for gang in config.gangs()}
     listed = ", ".join(f"{name} {number}" for name, number in rooms.items() if number)
     shared = [[rooms.pop(name) for name in group if name in rooms] for group in config.placement.device_sharing]

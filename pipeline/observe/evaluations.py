@@ -12,13 +12,14 @@ too. Pure functions.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
+
+from storage import codec
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,11 @@ class VariantSummary:
     """Software package -> its version."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return codec.encode(self, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> VariantSummary:
-        content = json.loads(text)
-        compared = content.pop("comparison")
-        return cls(comparison=None if compared is None else Comparison(**compared), **content)
+        return codec.decode(cls, text)
 
 
 def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Comparison:

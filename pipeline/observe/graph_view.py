@@ -366,10 +366,9 @@ def recorded_view(
 def _with_recorded_states(
     statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents
 ) -> list[NodeStatus]:
-    """Return the statuses. Each READY node that was handed to a worker becomes RUNNING or QUEUED.
-
-    The journal does not say which of a worker's nodes were running. A worker runs at most `Gang.max_running_nodes`
-    nodes at once. Of the nodes of a worker, the ones that could start first are taken to be running."""
+    """Return the statuses. READY nodes that were handed to a worker become RUNNING or QUEUED. The journal does not say
+    which: of a worker's nodes, as many as run at once are taken to be running, in the order in which they could
+    start."""
     statuses = list(statuses)
     had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
     for status in statuses:

@@ -142,11 +142,8 @@ class Journal(Closing):
         return event
 
     def _begin_part(self) -> None:
-        """Rename the file to the next numbered part and open a new file. Readers that have opened the old file can
-        continue to read.
-
-        Raises:
-            AppendFailed: the file cannot be renamed, or the new file cannot be opened."""
+        """Rename the file to the next numbered part, which readers can go on reading, and open a new one. Raises
+        AppendFailed."""
         self._file.close()
         numbers = [number for number, _ in _list_parts(self.path)]
         try:
@@ -190,15 +187,9 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-    """Open all files of the journal. Return (path, open file) of each, oldest first.
-
-    The file that is being written, `events.jsonl`, is opened first. The driver may rename it to a numbered file before
-    the numbered files are listed. It is then in that list too. The function recognises it by its inode and ends the
-    list there. Numbered files after it contain only events that were written after it was opened.
-
-    Raises:
-        FileNotFoundError: there is no journal.
-    """
+    """Return (path, open file) of each part of the journal, oldest first. `events.jsonl` is opened first. The driver
+    may rename it before the parts are listed; its inode then ends the list, since later parts have only later events.
+    Raises FileNotFoundError if there is no journal."""
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _list_parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _list_parts(path):

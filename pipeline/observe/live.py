@@ -278,8 +278,8 @@ class Progress:
         return table
 
     def _print_engine_guarantees(self, detail: str) -> None:
-        """Report the guarantees that the run lacks because of its engine. If it lacks none, print a message only if a
-        program reads the output."""
+        """Report the guarantees that the run lacks because of its engine. That it lacks none is only told to
+        programs."""
         missing = detail.partition(UNPROVEN_PREFIX)[2]
         if self._screen.json_lines or missing != NOTHING_UNPROVEN:
             self._print("engine", f"not proven in this run: {missing or detail}", text=detail)

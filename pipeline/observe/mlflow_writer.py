@@ -112,11 +112,8 @@ class SpoolWriter:
         return sum(end > self._state[_queue_name(item)] for end, item in read_spool(self._spool, start))
 
     def _read(self) -> bool:
-        """Read about WINDOW_BYTES of the spool if the queue of metrics and the queue of other items are empty. Return
-        True if there are items to deliver.
-
-        Metrics have their own queue and offset, because they are sent in batches. So a metric may be sent earlier than
-        an item of another kind that stands before it in the spool."""
+        """Read about WINDOW_BYTES of the spool if both queues are empty, and return True if there are items to deliver.
+        Metrics are sent in batches, so they have their own queue and offset, and may overtake other items."""
         if not (self._metrics or self._rest):
             first = self._read_to
             for end, item in read_spool(self._spool, self._read_to):
@@ -157,8 +154,8 @@ class SpoolWriter:
             self._save()
 
     def _opens_next(self) -> bool:
-        """Return True if the next item is of kind `open`. Such an item must be sent before the metrics that follow it,
-        because it sets the run to RUNNING."""
+        """Return True if the next item is an `open`. It sets the run to RUNNING, so it must be sent before later
+        metrics."""
         before = not self._metrics or (bool(self._rest) and self._rest[0][0] < self._metrics[0][0])
         return bool(self._rest) and self._rest[0][1]["kind"] == "open" and before
 
@@ -256,10 +253,8 @@ class SpoolWriter:
         return str(experiment.experiment_id)
 
     def _trace(self, client: MlflowClient, item: Item) -> None:
-        """Send the trace of a step with `log_spans` and `start_trace`, the functions that MLflow's exporter calls.
-
-        The exporter itself is not used, because it hides errors. The two functions let the caller choose the trace id,
-        so a repeated delivery is harmless."""
+        """Send a step's trace with the functions that MLflow's exporter calls. The exporter itself hides errors, and
+        would not let us choose the trace id, which makes a repeated delivery harmless."""
         name = f"step {item['step']}"
         otel_id = hashlib.sha256(f"{self._state['key']} {name}".encode()).hexdigest()[:32]
         start, end = _time_range(item["spans"])
@@ -319,8 +314,7 @@ class SpoolWriter:
 
 
 def _queue_name(item: Item) -> str:
-    """Return the name of the queue in which an item waits: `metrics` for metrics, `rest` for all other items. Each
-    queue has its own offset in the spool."""
+    """Return the name of the queue in which an item waits."""
     return "metrics" if item["kind"] == "metrics" else "rest"
 
 
@@ -329,8 +323,8 @@ def _is_rejected(error: MlflowException) -> bool:
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Return the URI of the directory for an experiment's artifacts: a directory next to the sqlite file that `uri`
-    names. (MLflow's default is the current directory.) Return None if `uri` does not name a sqlite file."""
+    """Return the URI for an experiment's artifacts, beside the sqlite file. MLflow's default is the current
+    directory."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"

@@ -70,9 +70,8 @@ class TensorBoardSink:
         self._records = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter(self._file)
 
     def _noted(self) -> tuple[int, int]:
-        """Return the offset in the spool up to which items have been written to the event file, and the size of the
-        event file at that moment, both in bytes. They are read from the file `mlflow_spool.tensorboard.json`. Both are
-        0 if this file is missing or damaged."""
+        """Return the offset in the spool up to which the event file was written, and the event file's size then, in
+        bytes."""
         try:
             read_to, size = map(int, json.loads(self._note.read_bytes()))
         except (FileNotFoundError, TypeError, ValueError):

@@ -260,8 +260,7 @@ def _hints(alarms: Sequence[Event], compared: EvalSummary | None) -> tuple[str, 
 
 
 def _seconds(start: float, end: float | None, periods: Sequence[Interval]) -> float | None:
-    """Return the seconds from `start` to `end` in which a driver worked, or None if `end` is None. `periods`: the
-    periods in which a driver worked."""
+    """Return the seconds from `start` to `end` within the periods in which a driver worked."""
     return None if end is None else total_length(intersect_intervals([(start, end)], periods))
 
 
@@ -292,13 +291,8 @@ def _overhead_s(
     parents: Mapping[Address, Sequence[Address]],
     periods: Sequence[Interval],
 ) -> float:
-    """Return the overhead of a run in seconds: the time in which the busiest gang works on store and ledger, plus the
-    time in which it is idle although the parents of its next node have finished.
-
-    Args:
-        busiest_boxes: the executions of nodes on the busiest gang.
-        periods: the periods in which a driver worked.
-    """
+    """Return the seconds in which the busiest gang works on store and ledger, or is idle although the parents of its
+    next node have finished. `busiest_boxes`: executions on this gang. `periods`: periods in which a driver worked."""
     busy = merge_intervals((b.start_s, b.end_s) for b in busiest_boxes)
     computing = merge_intervals((b.start_s, b.end_s - b.store_s) for b in busiest_boxes)
     submitted = {

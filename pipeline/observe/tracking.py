@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from pipeline.observe.journal import LineFile
 from pipeline.observe.metric_catalogue import select_tracked
@@ -98,17 +98,17 @@ class Delivery:
     spool."""
 
 
-class Tracker(Protocol):
-    """The driver's interface to experiment tracking. Only `close` and `detach` wait for the tracking server."""
+class Tracker:
+    """The driver's interface to experiment tracking. Only `close` and `detach` wait for the tracking server. This base
+    class logs nothing (`tracking.uri: null`)."""
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics of a step. If a metric of this step was logged before, the new value is ignored. So a resumed run
         may log a step again."""
-        ...
 
     def has_metric(self, step: int, name: str) -> bool:
         """Return True if this metric of this step is logged already, or if the tracker logs nothing."""
-        ...
+        return True
 
     def log_trace(self, step: int, spans: Sequence[Span], request: str = "", response: str = "") -> None:
         """Log the nodes of a step as one trace. A root span `step N` contains a span for each gang, which contains the
@@ -116,35 +116,29 @@ class Tracker(Protocol):
 
         `request` and `response` are short texts about the step. MLflow's list of traces shows them as request and
         response."""
-        ...
 
     def log_dataset(self, dataset: Dataset) -> None:
         """Log a dataset of the run. Logging it again changes nothing."""
-        ...
 
     def log_table(self, local_path: Path) -> None:
         """Log a file as a table that can be compared between runs. The file contains pandas' "split" JSON. Logging the
         table again replaces it."""
-        ...
 
     def log_model(self, name: str, source: Path) -> None:
         """Log exported weights as a new version of a registered model. Logging them again changes nothing."""
-        ...
 
     def log_artifact(self, local_path: Path, artifact_dir: str) -> None:
         """Log a file as an artifact of the run. The file is read when it is delivered, not during the call."""
-        ...
 
-    def set_tags(self, values: Mapping[str, str]) -> None: ...
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        """Set tags of the run. A new value replaces an earlier one."""
 
     def close(self, status: RunStatus) -> None:
         """Deliver the remaining items within a bounded time and end the run with `status`."""
-        ...
 
     def detach(self) -> None:
         """Stop within seconds without ending the MLflow run. Another process will continue the run and deliver the
         remaining items."""
-        ...
 
 
 class _SeenMetrics:
@@ -176,41 +170,7 @@ class _SeenMetrics:
         return name in self._bit and bool(self._seen.get(step, 0) >> self._bit[name] & 1)
 
 
-class NullTracker:
-    """A tracker that does nothing (`tracking.uri: null`)."""
-
-    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def has_metric(self, step: int, name: str) -> bool:
-        return True
-
-    def log_trace(self, step: int, spans: Sequence[Span], request: str = "", response: str = "") -> None:
-        pass
-
-    def log_dataset(self, dataset: Dataset) -> None:
-        pass
-
-    def log_table(self, local_path: Path) -> None:
-        pass
-
-    def log_model(self, name: str, source: Path) -> None:
-        pass
-
-    def log_artifact(self, local_path: Path, artifact_dir: str) -> None:
-        pass
-
-    def set_tags(self, values: Mapping[str, str]) -> None:
-        pass
-
-    def close(self, status: RunStatus) -> None:
-        pass
-
-    def detach(self) -> None:
-        pass
-
-
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A tracker that appends items to the run's spool. It owns the spool file and the processes that deliver the items.
 
     If the spool exists already, the same MLflow run is continued. Used as a context manager, the tracker closes the run
@@ -457,11 +417,8 @@ class _Writer:
         return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the writer to end. If this takes longer than `ANNOUNCE_S`, log a warning that names the target and
-        the time limit. There is no such warning if the writer has already warned that the store is down.
-
-        Raises:
-            TimeoutExpired: the writer has not ended after `timeout_s` seconds."""
+        """Wait for the writer to end. After `ANNOUNCE_S`, log the target and the time limit, unless the writer has
+        warned that the store is down. Raises TimeoutExpired."""
         if timeout_s > ANNOUNCE_S:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)

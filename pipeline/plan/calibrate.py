@@ -142,12 +142,9 @@ def _differ_in_threads(runs: Sequence[ObservedRun]) -> bool:
 def _fit_kinds(
     runs: Sequence[ObservedRun], cluster: HardwareCluster, usual: Calibration
 ) -> tuple[Calibration, dict[str, Any], list[str]]:
-    """Fit the speed of each kind of work to the executed nodes of the runs. Return three things:
-
-    - `usual`, unchanged, because the fitted speeds are valid only with its other fields, such as `thread_share`
-    - the fitted fields of a calibration: name -> value
-    - the kinds of work whose numbers are partly assumed, because the measured nodes do not determine them
-    """
+    """Fit the speed of each kind of work to the executed nodes. Return `usual` (the speeds are valid only with its
+    other fields), the fitted fields, and the kinds whose numbers are partly assumed, because no node determines
+    them."""
     runs = [one.alone(usual.crowding) for one in runs]
     samples = samples_of(runs, cluster, usual)
     for _ in range(_ROUNDS):  # the work between a shard's start and its end depends on the engine's speed
@@ -169,13 +166,8 @@ def _fit_kinds(
 
 
 def _error(speeds: Mapping[str, Any], kinds: Sequence[str]) -> float:
-    """Return the error of fitted speeds: the mean of the squared `scatter` of some kinds of work, weighted by their
-    numbers of measured nodes. 0 if none was measured.
-
-    The error serves to choose `thread_share` and `crowding`. For the first, the kinds count that use several threads.
-    For the second, those of trainers count. The seconds of an engine's node depend on the other shards of its engine,
-    and so say less.
-    """
+    """Return the mean squared `scatter` of fitted speeds, weighted by their measured nodes. It serves to choose
+    `thread_share` and `crowding`."""
     measured = [speeds[kind] for kind in kinds if speeds[kind].scatter is not None]
     return sum(speed.nodes * speed.scatter**2 for speed in measured) / max(1, sum(speed.nodes for speed in measured))
 
@@ -253,11 +245,9 @@ def works_of(one: ObservedRun, costs: Costs) -> Iterator[tuple[Observed, Work]]:
 def _replayed(
     nodes: Sequence[Observed], queue: RowQueue[int], after_s: Sequence[float]
 ) -> Iterator[tuple[int, Decoded]]:
-    """Replay the shards of one engine (`nodes`). Yield a pair for each shard: its index in `nodes`, and the predicted
-    work of the engine from the shard's start to the end of its rows. A shard joins `queue` at its measured start. It
-    leaves `queue` at the predicted end of its rows, or at their measured end if that is earlier. `after_s`: for each
-    shard, the seconds between the end of its rows and the end of its node, in which the output is stored and committed.
-    """
+    """Replay the shards of one engine (`nodes`). Yield each shard's index, and the engine's predicted work until the
+    end of its rows. It joins `queue` at its measured start, and leaves at the predicted or the measured end of its rows
+    (`after_s` before the end of the node), whichever is earlier."""
     places = sorted(range(len(nodes)), key=lambda place: nodes[place].start_s)
     ends = [node.start_s + node.seconds - after for node, after in zip(nodes, after_s, strict=True)]
     joining, in_queue = deque(places), set[int]()
@@ -321,12 +311,8 @@ def fit(samples: Sequence[Measurement], usual: StageSpeed) -> tuple[StageSpeed, 
 
 
 def _stores(samples: Sequence[Measurement]) -> tuple[float, float]:
-    """Return two numbers of seconds per node. The first is the mean time that a node spends on store and ledger if it
-    runs alone on its worker. The second is the additional time if other nodes run on the worker at the same time.
-
-    Return the mean of all nodes and 0 in two cases: only one of the two kinds of nodes was measured, or nodes beside
-    others took no longer.
-    """
+    """Return the mean seconds per node on store and ledger if it runs alone on its worker, and the additional seconds
+    beside other nodes (0 if they took no longer, or only one kind was measured)."""
     beside, alone = ([one.store_s for one in samples if one.beside is kind] for kind in (True, False))
     if beside and alone and usual_mean(beside) > usual_mean(alone):
         return usual_mean(alone), usual_mean(beside) - usual_mean(alone)
@@ -342,9 +328,7 @@ def usual_mean(seconds: Sequence[float] | np.ndarray) -> float:
 
 
 def _distinct(columns: np.ndarray) -> bool:
-    """Return True if a fit can tell the coefficients of the columns apart: the condition number of the normalised
-    columns is below `_INDISTINCT`. Return False if there are no more rows than columns, or if a column has only
-    zeros."""
+    """Return True if a fit can tell the coefficients of the columns apart."""
     lengths = np.linalg.norm(columns, axis=0)
     enough = len(columns) > columns.shape[1] and bool(lengths.all())
     return enough and bool(np.linalg.cond(columns / lengths) < _INDISTINCT)

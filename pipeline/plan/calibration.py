@@ -213,7 +213,8 @@ def load_calibration(file: str | Path) -> Calibration:
         is_what = "it is a directory" if path.is_dir() else "no such file"
         raise ConfigError(CALIBRATION, f"given {str(file)!r}; {is_what} (`stageline calibrate RUN --write` makes one)")
     try:
-        calibration: Calibration = load_file(Calibration, path)
+        loaded: tuple[Calibration, list[str]] = load_file(Calibration, path)
+        calibration, given = loaded
         _check(calibration)
     except ConfigError as error:
         if any(one.key == "gpus_per_node" for one in error.errors):
@@ -221,7 +222,7 @@ def load_calibration(file: str | Path) -> Calibration:
             raise ConfigError(CALIBRATION, f"given {str(file)!r}; {need}") from error
         within = [ConfigError(f"{CALIBRATION} {file}: {one.key}", one.message) for one in error.errors]
         raise join_errors(within) from error
-    lacks = [kind for kind in KINDS if kind not in OmegaConf.load(path)]
+    lacks = [kind for kind in KINDS if kind not in given]
     if lacks:
         need = f"lacks {', '.join(lacks)}: it was cut short (`stageline calibrate RUN --write` makes a whole one)"
         raise ConfigError(CALIBRATION, f"given {str(file)!r}; it {need}")

@@ -120,7 +120,7 @@ class Costs:
         alone = self.calibration.generate.node_s + self.calibration.turnaround_s
         return alone + self.calibration.beside_s * beside
 
-    def behind_s(self, gang: str, stage: str) -> float:
+    def writeback_s(self, gang: str, stage: str) -> float:
         """Return the seconds at the end of a node in which its worker already computes the next node of the gang
         (`pipeline/workers/turns.py`). 0 unless the gang has a single rank. 0 for updates and publications too: their
         worker may not go on before the commit."""
@@ -154,8 +154,8 @@ class Costs:
         return peak + links + work.calls * speed.call_s + speed.node_s
 
     def _timed(self, work: Work, speed: StageSpeed) -> dict[str, float]:
-        """Divide the seconds that `_total` returns for this work among their causes, such as arithmetic, a kind of
-        collective, or the fixed costs of calls. Return cause -> seconds. Causes with 0 seconds are left out."""
+        """Return cause -> seconds (arithmetic, a kind of collective, fixed costs), of the seconds that `_total`
+        returns."""
         parts = {name: seconds / speed.peak_share(name) for name, seconds in work.parts.items()}
         parts |= {name: seconds / self.calibration.link_efficiency for name, seconds in work.links.items()}
         parts |= {CALLS: work.calls * speed.call_s, FIXED: speed.node_s}
@@ -332,12 +332,8 @@ def _engine_speed(run: PlannedRun, cluster: HardwareCluster, calibration: Calibr
 
 
 def _trunk_stages(run: PlannedRun, gangs: Mapping[str, Gang]) -> frozenset[str]:
-    """Return the stages that compute the frozen blocks of the model. Empty if no blocks are frozen.
-
-    In each gang, this is the first of its stages `reference`, `logprob` and `value`. Its later stages reuse the outputs
-    of the frozen blocks for the same rows. `logprob` counts only if `ppo.proximal` is `recompute`, because otherwise it
-    does not exist. `evaluate_reference` and `canary_logprob` are returned too, because they have rows of their own.
-    """
+    """Return the stages that compute frozen blocks: the first of `reference`, `logprob` and `value` of each gang, whose
+    outputs the later ones reuse, and the stages that have rows of their own."""
     if not run.config.model.frozen_blocks:
         return frozenset()
     stages = {"evaluate_reference", "canary_logprob"}  # rows that no other stage of the gang has seen

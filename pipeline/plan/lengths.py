@@ -119,8 +119,7 @@ def _lognormal(lengths: LognormalLengths, step: int, count: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _uniform(seed: int, step: int, count: int) -> list[float]:
-    """Return the first `count` random numbers of a step, each at least 0 and below 1. With a larger `count` the list
-    begins with the same numbers."""
+    """Return the first random numbers of a step in [0, 1). A larger `count` only appends numbers."""
     numbers: list[float] = np.random.default_rng((seed, step)).random(count).tolist()
     return numbers
 

@@ -318,7 +318,6 @@ def _drafted(run: PlannedRun, history: History) -> DraftedPasses:
 
 
 def _item(identity: Identity | None, name: str) -> str:
-    """Return a fact about the hardware of the run's workers, such as `device` or `instructions`. It is taken from the
-    first record in `identity.numerics` that contains it. Return an empty text if no record does."""
+    """Return a fact about the workers' hardware, such as `device`, or ""."""
     gangs = identity.numerics if identity is not None else ()
     return next((gang.items[name] for gang in gangs if name in gang.items), "")

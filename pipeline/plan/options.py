@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.config.fitting import RECOMPUTES
 from pipeline.config.memory import PlannedRun, engine_memory, row_cache_bytes, worker_memory
 from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
@@ -22,7 +23,7 @@ from pipeline.graph.graph import SHARDED, Node, step_nodes
 from pipeline.plan.cores import working_threads
 from pipeline.plan.cost import costs_of
 from pipeline.plan.decode import least_work
-from pipeline.plan.space import GENERATE, SCORE, Form, Space, assembled, gang_settings, graph_of_steps
+from pipeline.plan.space import GENERATE, SCORE, RoleGrouping, Space, assembled, gang_settings, graph_of_steps
 from stages.models.config import LayoutConfig
 from stages.models.layouts import layout_problems
 from stages.models.protocol import MODEL_ROLES, Role
@@ -32,12 +33,6 @@ _SAMPLED = 4
 compute all of them."""
 _FILLED = 0.95
 """Largest share of a GPU's free memory that an engine's cache gets."""
-_RECOMPUTES = (
-    LayoutConfig(),
-    LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
-    LayoutConfig(recompute="full"),
-)
-"""Ways to recompute activations, from the fastest to the one that saves the most memory."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class Options:
         self._weights: dict[int, float] = {}
         """Number of an engine's ranks -> bytes on each GPU that the engine takes without its cache."""
 
-    def trainer(self, form: Form, gang: str, shards: int, devices: int) -> list[Option]:
+    def trainer(self, grouping: RoleGrouping, gang: str, shards: int, devices: int) -> list[Option]:
         """Return the options to try for a gang of models with this number of devices. On GPUs, options that do not fit
         in the memory of the GPUs are left out.
 
@@ -81,23 +76,23 @@ class Options:
         (`pareto`). If it shares its devices, they are kept: a slower option may need less memory, and the devices may
         then be handed over faster.
         """
-        key = form.gangs[gang], shards, devices, form.shares_devices
+        key = grouping.gangs[gang], shards, devices, grouping.shares_devices
         if key not in self._known:
-            trainers = [*self._trainers(form, gang, shards, devices)]
-            self._known[key] = trainers if form.shares_devices else pareto(trainers)
+            trainers = [*self._trainers(grouping, gang, shards, devices)]
+            self._known[key] = trainers if grouping.shares_devices else pareto(trainers)
         return self._known[key]
 
-    def engine(self, form: Form, shards: int, devices: int) -> list[Option]:
+    def engine(self, grouping: RoleGrouping, shards: int, devices: int) -> list[Option]:
         """Return the options of the generating pool with this number of devices. Options are left out for the same
         reasons as in `trainer`."""
-        key = frozenset({Role.GENERATE}), shards, devices, form.shares_devices
+        key = frozenset({Role.GENERATE}), shards, devices, grouping.shares_devices
         if key not in self._known:
-            engines = [*self._engines(form, shards, devices)]
-            self._known[key] = engines if form.shares_devices else pareto(engines)
+            engines = [*self._engines(grouping, shards, devices)]
+            self._known[key] = engines if grouping.shares_devices else pareto(engines)
         return self._known[key]
 
-    def _trainers(self, form: Form, gang: str, shards: int, devices: int) -> Iterator[Option]:
-        space, roles = self._space, form.gangs[gang]
+    def _trainers(self, grouping: RoleGrouping, gang: str, shards: int, devices: int) -> Iterator[Option]:
+        space, roles = self._space, grouping.gangs[gang]
         divisions: dict[tuple[int, int], list[GangConfig]] = {}
         for settings in _layouts(space, roles, shards, devices):
             divisions.setdefault((settings.layout.tensor, settings.layout.pipeline), []).append(settings)
@@ -105,7 +100,7 @@ class Options:
             trained = sorted(roles & {Role.POLICY, Role.CRITIC})
             changes = {str(role): tokens for role in trained} if tokens is not None else {}
             for settings in savings:  # the first that fits recomputes the least
-                run = replace(space.run, config=assembled(space, form, {gang: (settings, changes)}, shards, 0))
+                run = replace(space.run, config=assembled(space, grouping, {gang: (settings, changes)}, shards, 0))
                 layout = settings.layout
                 key = roles, devices, layout.tensor, layout.pipeline, layout.recompute, tokens
                 if key not in self._fitting:
@@ -114,7 +109,7 @@ class Options:
                     yield _option(space, run, gang, devices, settings, changes)
                     break
 
-    def _engines(self, form: Form, shards: int, devices: int) -> Iterator[Option]:
+    def _engines(self, grouping: RoleGrouping, shards: int, devices: int) -> Iterator[Option]:
         space, config = self._space, self._space.base
         configured, rows = gang_settings(space, frozenset({Role.GENERATE})), config.rollout.rows // shards
         on_gpus, per_node = space.run.on_gpus, space.cluster.gpus_per_node
@@ -129,19 +124,21 @@ class Options:
                     continue  # some slots would stay empty
                 settings = replace(configured, workers=workers, threads=threads, concurrent_shards=slots)
                 for max_rows in sorted({min(config.engine.max_rows, rows * slots), rows * slots}):
-                    budget = self._cache_mb(form, settings, ranks, max_rows) if on_gpus else config.engine.kv_budget_mb
+                    budget = (
+                        self._cache_mb(grouping, settings, ranks, max_rows) if on_gpus else config.engine.kv_budget_mb
+                    )
                     if budget:
                         changes = _engine_changes(ranks, max_rows, budget)
                         chosen = {GENERATE: (settings, changes)}
-                        run = replace(space.run, config=assembled(space, form, chosen, shards, 0))
+                        run = replace(space.run, config=assembled(space, grouping, chosen, shards, 0))
                         yield _option(space, run, GENERATE, devices, settings, changes)
 
-    def _cache_mb(self, form: Form, settings: GangConfig, ranks: int, max_rows: int) -> int:
+    def _cache_mb(self, grouping: RoleGrouping, settings: GangConfig, ranks: int, max_rows: int) -> int:
         """Return the megabytes of keys and values that fit beside an engine's weights; 0 if not even one row fits. An
         engine that does not reserve its cache gets at most what its rows can fill."""
         space = self._space
         chosen = {GENERATE: (settings, _engine_changes(ranks, max_rows, 1))}
-        config = assembled(space, form, chosen, space.shards[0], 0)
+        config = assembled(space, grouping, chosen, space.shards[0], 0)
         run = replace(space.run, config=config)
         if ranks not in self._weights:
             (gang,) = (gang for gang in config.gangs() if gang.name == GENERATE)
@@ -178,7 +175,7 @@ def _layouts(space: Space, roles: frozenset[Role], shards: int, devices: int) ->
         data, cut = divmod(devices, tensor * pipeline)
         if cut or tensor > per_node or any(number % data for number in rows):
             continue
-        for saving in _RECOMPUTES:
+        for saving in RECOMPUTES:
             layout = replace(
                 saving,
                 tensor=tensor,
@@ -202,9 +199,8 @@ def _micro_batches(space: Space) -> list[int | None]:
 
 
 def _fits(space: Space, run: PlannedRun, name: str) -> bool:
-    """Return True if each rank of a gang fits in the memory of its GPU while no other gang uses this GPU. On a host
-    without GPUs, return True without a check. There, the memory is checked only later, for all gangs of a config
-    together."""
+    """Return True if each rank of a gang fits on its GPU while no other gang uses it. A host's memory is checked later,
+    for all gangs of a config together."""
     if not run.on_gpus:
         return True
     (gang,) = (gang for gang in run.config.gangs() if gang.name == name)
@@ -229,7 +225,7 @@ def _option(
             continue
         stands_for = config.rollout.shards / sampled if node.stage in SHARDED else 1.0
         lengths = _lengths_of(space, config, node)
-        alone = costs.seconds(node, lengths) - costs.behind_s(name, node.stage)
+        alone = costs.seconds(node, lengths) - costs.writeback_s(name, node.stage)
         seconds.setdefault(node.stage, []).append(alone)
         if node.stage == "generate" and gang.concurrent_shards > 1:
             together += lengths
@@ -279,7 +275,7 @@ def pareto(options: Sequence[Option]) -> list[Option]:
     return [option for of_kind in best.values() for _, option in of_kind]
 
 
-def scoring_option(space: Space, form: Form, shards: int) -> Option:
+def scoring_option(space: Space, grouping: RoleGrouping, shards: int) -> Option:
     """Return the only option of the scoring gang. It uses none of the devices."""
-    config = assembled(space, form, {}, shards, 0)
+    config = assembled(space, grouping, {}, shards, 0)
     return _option(space, replace(space.run, config=config), SCORE, 0, config.placement.gangs[SCORE], {})

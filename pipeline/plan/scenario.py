@@ -76,7 +76,7 @@ def hand_over_s(run: PlannedRun, cluster: HardwareCluster) -> dict[str, float]:
         name = worker.worker[0]
         if name in sharing:
             gpus = max(1, gangs[name].gpus)
-            seconds[name] = max(seconds[name], worker.resting / gpus / cluster.hardware.pcie_bytes_per_s)
+            seconds[name] = max(seconds[name], worker.offloaded_bytes / gpus / cluster.hardware.pcie_bytes_per_s)
     return seconds
 
 
@@ -92,7 +92,7 @@ class _RememberedCosts:
         self._of_nodes: dict[tuple[str, int], float] = {}
         """(stage, shard) -> seconds of a node of another stage, if it takes the same seconds in every step."""
         self.engine_queue, self.after_rows_s = costs.engine_queue, costs.after_rows_s
-        self.overhead, self.behind_s, self.refit_s = costs.overhead, costs.behind_s, costs.refit_s
+        self.overhead, self.writeback_s, self.refit_s = costs.overhead, costs.writeback_s, costs.refit_s
         self._rows_of_block = lru_cache(maxsize=4)(self._drawn)
 
     def seconds(self, node: Node) -> float:
@@ -122,8 +122,7 @@ class _RememberedCosts:
         return found
 
     def _drawn(self, block: int) -> np.ndarray:
-        """Return the response tokens of a block's shards (steps, shards, rows). If all steps have the same lengths, the
-        only block has one step."""
+        """Return the response tokens of a block (steps, shards, rows): of one step if all have the same lengths."""
         shards, count = range(self._config.rollout.shards), self._config.rows_per_shard
         steps = range(block * _BLOCK, block * _BLOCK + (1 if self._is_same else _BLOCK))
         return np.array([[self._lengths.rows(step, shard, count) for shard in shards] for step in steps])

@@ -1,6 +1,6 @@
 """Search for the fastest ways to place a run on devices.
 
-    `space`     forms: gangs of roles
+    `space`     groupings of the roles into gangs
     `options`   possible settings of each gang on each number of devices, with the seconds of its nodes
       └ combinations of gangs, shards and staleness, each with a lower bound of its step time
           └ the simulator plays them, the lowest bound first, until no bound is below the best time found
@@ -14,8 +14,8 @@ Lower bounds of the mean step time. Each bound holds for every schedule:
     latency  with a staleness bound of eta, publish[v] -> generate[v + eta] -> ... -> publish[v + eta + 1] is a chain of
              nodes that moves the run on by eta + 1 steps
 
-So the result is the best plan of the space under three conditions (`Found.exact`). No combination was left out. No
-bound was estimated from a sample of the shards. The search ended because no remaining bound was below the best time
+So the result is the best plan of the space under three conditions (`SearchResult.exact`). No combination was left out.
+No bound was estimated from a sample of the shards. The search ended because no remaining bound was below the best time
 found.
 
 A search on several nodes, or on many cores, is followed by searches on half as many, a quarter, and so on. On one node
@@ -43,8 +43,17 @@ from pipeline.plan.cost import Costs, costs_of
 from pipeline.plan.lengths import Lengths
 from pipeline.plan.options import Option, Options, scoring_option
 from pipeline.plan.scenario import scenario_of
-from pipeline.plan.simulate import Played, Scenario, play
-from pipeline.plan.space import GENERATE, TRAIN, Form, Space, assembled, counts_of, forms, graph_of_steps
+from pipeline.plan.simulate import Scenario, SimulationResult, play
+from pipeline.plan.space import (
+    GENERATE,
+    TRAIN,
+    RoleGrouping,
+    Space,
+    assembled,
+    counts_of,
+    graph_of_steps,
+    role_groupings,
+)
 
 DEVICES = "--devices"
 """The command-line option with the number of devices. Each ConfigError raised in this module names the option as the
@@ -63,7 +72,7 @@ _MOST_REASONS = 3
 class Plan:
     """A way to place a run, and the result of its simulation."""
 
-    form: str
+    grouping: str
     config: RunConfig
     devices: int
     """Number of devices that the plan uses."""
@@ -76,7 +85,7 @@ class Plan:
     - `cores`, only if the gangs share the cores of a host: a bound from the work on these cores
     - `latency`: a bound from the longest chain of nodes that must run one after the other
     """
-    played: Played
+    result: SimulationResult
     value: float
     """Value of the objective. Less is better."""
 
@@ -108,13 +117,13 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search for the fastest placement of a run: the best plans, and how many combinations were
     considered and simulated."""
 
     plans: Sequence[Plan]
-    """The best plan of each form (`Form`) and staleness bound. The best plan of all comes first. A plan is left out if
-    a better one of its form is asynchronous, too, and has a lower bound."""
+    """The best plan of each `RoleGrouping` and staleness bound. The best plan of all comes first. A plan is left out if
+    a better one of its grouping is asynchronous, too, and has a lower bound."""
     considered: int
     """Number of combinations that fit in the memory of the devices."""
     simulated: int
@@ -122,7 +131,7 @@ class Found:
     """True if no other combination of the space can be better than the first plan."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Reason -> number of simulated combinations whose config was refused for this reason. A combination is checked
-    only if it is better than all accepted combinations of the same form and staleness bound."""
+    only if it is better than all accepted combinations of the same grouping and staleness bound."""
 
     def best(self, *, synchronous: bool) -> Plan | None:
         """Return the best plan whose staleness bound is 0 if `synchronous`, or above 0 if not. None if no plan has such
@@ -137,7 +146,7 @@ class Found:
 class Combination:
     """One option for each gang, a number of shards and a staleness bound."""
 
-    form: Form
+    grouping: RoleGrouping
     options: Sequence[Option]
     shards: int
     staleness: int
@@ -175,31 +184,33 @@ def _combinations(
     space: Space, watch: Callable[[str], None], keeps: Callable[[Option], bool]
 ) -> tuple[list[Combination], bool, set[str]]:
     """Return the result of `combinations`, for the options of gangs for which `keeps` returns True, and the names of
-    the gangs that fit in no form."""
+    the gangs that fit in no grouping."""
     fitting: list[Combination] = []
     known, counts = Options(space), counts_of(space)
     exact, nothing = True, set[str]()
-    for form, shards in itertools.product(forms(space.base), space.shards):
-        watch(f"settings of each gang: {form.name}, {shards} shards")
-        engines = [option for n in counts for option in known.engine(form, shards, n)]
-        trainers = [[option for n in counts for option in known.trainer(form, g, shards, n)] for g in form.gangs]
-        nothing |= {name for name, of_gang in zip(form.gangs, trainers, strict=True) if not of_gang}
+    for grouping, shards in itertools.product(role_groupings(space.base), space.shards):
+        watch(f"settings of each gang: {grouping.name}, {shards} shards")
+        engines = [option for n in counts for option in known.engine(grouping, shards, n)]
+        trainers = [
+            [option for n in counts for option in known.trainer(grouping, g, shards, n)] for g in grouping.gangs
+        ]
+        nothing |= {name for name, of_gang in zip(grouping.gangs, trainers, strict=True) if not of_gang}
         nothing |= set() if engines else {GENERATE}
         every = [[option for option in of_gang if keeps(option)] for of_gang in (engines, *trainers)]
         exact &= not space.sampled(shards)
         if math.prod(map(len, every)) > _MOST_COMBINATIONS:
             every, exact = [_least_work(options) for options in every], False
-        scoring = scoring_option(space, form, shards)
+        scoring = scoring_option(space, grouping, shards)
         for options in itertools.product(*every):
             needed = [option.devices for option in options]
-            if form.shares_devices and len(set(needed)) > 1:
+            if grouping.shares_devices and len(set(needed)) > 1:
                 continue
-            used = space.used_devices(form, needed)
+            used = space.used_devices(grouping, needed)
             if used is None:
                 continue
             for staleness in space.staleness:
-                bounds = _bounds(space, form, options, scoring, staleness)
-                fitting.append(Combination(form, options, shards, staleness, used, bounds))
+                bounds = _bounds(space, grouping, options, scoring, staleness)
+                fitting.append(Combination(grouping, options, shards, staleness, used, bounds))
     return fitting, exact, nothing
 
 
@@ -213,10 +224,12 @@ def _least_work(options: Sequence[Option]) -> list[Option]:
     return list(least.values())
 
 
-def _bounds(space: Space, form: Form, options: Sequence[Option], scoring: Option, staleness: int) -> dict[str, float]:
+def _bounds(
+    space: Space, grouping: RoleGrouping, options: Sequence[Option], scoring: Option, staleness: int
+) -> dict[str, float]:
     """Return lower bounds of the mean step time (`Plan.bounds`)."""
     work = {option.gang: option.busy_s for option in options}
-    if form.shares_devices:
+    if grouping.shares_devices:
         work = {"devices": sum(work.values())}
     if space.cores is not None:
         work["cores"] = sum(option.used_cores * option.busy_s for option in options) / space.cores
@@ -265,15 +278,15 @@ def _fits_nowhere(space: Space, nothing: set[str], watch: Callable[[str], None])
 
 
 def _smallest_fit(space: Space) -> str | None:
-    """Return the first form whose gangs fit on the devices of a space, with the fewest devices of each gang, as text.
-    Return None if no form fits."""
+    """Return the first grouping whose gangs fit on the devices of a space, with the fewest devices of each gang, as
+    text. Return None if no grouping fits."""
     counts, known = counts_of(space), Options(space)
-    for form in forms(space.base):
-        needed = {GENERATE: next((n for n in counts if known.engine(form, space.shards[0], n)), 0)}
-        for gang in form.gangs:
-            needed[gang] = next((n for n in counts if known.trainer(form, gang, space.shards[0], n)), 0)
-        if all(needed.values()) and space.used_devices(form, [*needed.values()]) is not None:
-            return f"{form.name} ({', '.join(f'{gang} {n}' for gang, n in needed.items())})"
+    for grouping in role_groupings(space.base):
+        needed = {GENERATE: next((n for n in counts if known.engine(grouping, space.shards[0], n)), 0)}
+        for gang in grouping.gangs:
+            needed[gang] = next((n for n in counts if known.trainer(grouping, gang, space.shards[0], n)), 0)
+        if all(needed.values()) and space.used_devices(grouping, [*needed.values()]) is not None:
+            return f"{grouping.name} ({', '.join(f'{gang} {n}' for gang, n in needed.items())})"
     return None
 
 
@@ -286,14 +299,14 @@ def search(
     refuse: Callable[[RunConfig], str | None],
     most: int = 60,
     watch: Callable[[str], None] = lambda text: None,
-) -> Found:
-    """Search for the best plan for each division of the roles into gangs (`Form`) and each staleness bound. Plans are
-    compared by simulation. The best plan of all comes first in the result.
+) -> SearchResult:
+    """Search for the best plan for each division of the roles into gangs (`RoleGrouping`) and each staleness bound.
+    Plans are compared by simulation. The best plan of all comes first in the result.
 
     Plans with a staleness bound of 0 and plans with larger bounds are searched separately, each in two phases. The
-    first phase simulates up to `most` combinations, the most promising first. Some pairs of form and staleness bound
-    may then have no accepted plan. The second phase simulates only combinations of these pairs. Both phases together
-    simulate at most 2 x `most` combinations.
+    first phase simulates up to `most` combinations, the most promising first. Some pairs of grouping and staleness
+    bound may then have no accepted plan. The second phase simulates only combinations of these pairs. Both phases
+    together simulate at most 2 x `most` combinations.
 
     Args:
         refuse: returns the reason why a run with this config would be refused, or None.
@@ -315,7 +328,7 @@ def search(
         return reason is None
 
     def play_one(one: Combination) -> Plan:
-        best = f", the best takes {min(plan.played.mean_s for plan in plans):.3g} s a step" if plans else ""
+        best = f", the best takes {min(plan.result.mean_s for plan in plans):.3g} s a step" if plans else ""
         watch(f"{considered} combinations fit; simulating number {next(plays)}{best}")
         return played_plan(part, objective, one)
 
@@ -331,9 +344,9 @@ def search(
         exact &= is_exact
         for asynchronous in (False, True):
             of_kind = [one for one in every if bool(one.staleness) == asynchronous]
-            judged, played, ended = _search(objective, play_one, accepts, of_kind, most, known[asynchronous])
+            judged, num_simulated, ended = _search(objective, play_one, accepts, of_kind, most, known[asynchronous])
             plans += judged
-            simulated += played
+            simulated += num_simulated
             exact &= ended
     if not plans and not considered:
         raise ConfigError(DEVICES, _fits_nowhere(space, nothing, watch))
@@ -344,11 +357,11 @@ def search(
     least: dict[str, int] = {}
     for plan in plans:
         staleness = plan.config.staleness
-        if staleness <= least.get(plan.form, staleness):  # else a better plan of this form has less staleness
-            best_of.setdefault((plan.form, staleness), plan)
+        if staleness <= least.get(plan.grouping, staleness):  # else a better plan of this grouping has less staleness
+            best_of.setdefault((plan.grouping, staleness), plan)
         if staleness:
-            least[plan.form] = min(staleness, least.get(plan.form, staleness))
-    return Found(list(best_of.values()), considered, simulated, exact, refused)
+            least[plan.grouping] = min(staleness, least.get(plan.grouping, staleness))
+    return SearchResult(list(best_of.values()), considered, simulated, exact, refused)
 
 
 def _smaller_spaces(space: Space) -> Iterator[Space]:
@@ -386,60 +399,54 @@ def _search(
     most: int,
     known: float = math.inf,
 ) -> tuple[list[Plan], int, bool]:
-    """Simulate combinations in two phases, those with the lowest lower bound of the objective first. Return the
-    accepted plans, the number of simulations, and a flag. The flag is True if no other combination can be better than
-    the best plan.
+    """Simulate combinations, those with the lowest bound of the objective first. Return the accepted plans, the number
+    of simulations, and True if no other combination can be better than the best plan.
 
-    The first phase ends when the flag is True, or after `most` simulations. Some pairs of form (division of the roles
-    into gangs) and staleness bound may then have no accepted plan. The second phase simulates only combinations of
-    these pairs.
+    The first phase ends then, or after `most` simulations. The second makes at most as many, and looks for plans of
+    the pairs of grouping and staleness bound that have none yet.
 
     Args:
-        accepts: returns True if a run with the config of the plan would not be refused. Called only for plans that are
-            the best so far for their form and staleness bound.
-        most: maximum number of simulations in the first phase. Both phases together make at most 2 x `most`
-            simulations.
-        known: value of the best plan of another space. If it is given, there is no second phase, and only combinations
-            that may be better are simulated.
+        accepts: True if a run with the plan's config would not be refused. Called only for the best of its pair so far.
+        known: value of the best plan of another space: only better combinations are simulated, and in one phase.
     """
     waiting = [
         (objective.value(one.bound_s, one.devices, 0.0), one.devices, number, one) for number, one in enumerate(every)
     ]
     plans: list[Plan] = []
-    best, played = known, 0
+    best, num_simulated = known, 0
     best_of: dict[tuple[str, int], float] = {}
 
     def judge(one: Combination) -> None:
-        nonlocal best, played
+        nonlocal best, num_simulated
         plan = play_one(one)
-        played += 1
-        kind = one.form.name, one.staleness
+        num_simulated += 1
+        kind = one.grouping.name, one.staleness
         if plan.value < best_of.get(kind, math.inf) and accepts(plan):
             plans.append(plan)
             best_of[kind] = plan.value
             best = min(best, plan.value)
 
     heapq.heapify(waiting)
-    while waiting and waiting[0][0] < best and played < most:
+    while waiting and waiting[0][0] < best and num_simulated < most:
         judge(heapq.heappop(waiting)[-1])
     exact = not waiting or waiting[0][0] >= best
     while (
-        waiting and played < 2 * most and known == math.inf
-    ):  # for comparison: a plan for each form and staleness bound that has none yet
+        waiting and num_simulated < 2 * most and known == math.inf
+    ):  # for comparison: a plan for each grouping and staleness bound that has none yet
         one = heapq.heappop(waiting)[-1]
-        if (one.form.name, one.staleness) not in best_of:
+        if (one.grouping.name, one.staleness) not in best_of:
             judge(one)
-    return plans, played, exact
+    return plans, num_simulated, exact
 
 
 def played_plan(space: Space, objective: Objective, one: Combination) -> Plan:
     """Simulate a combination and return its plan."""
     chosen = {option.gang: (option.settings, option.changes) for option in one.options}
-    config = assembled(space, one.form, chosen, one.shards, one.staleness)
+    config = assembled(space, one.grouping, chosen, one.shards, one.staleness)
     costs = costs_of(replace(space.run, config=config), space.cluster, space.calibration)
-    played = play(scenario_to_plan(costs, space.lengths))
-    value = objective.value(played.mean_s, one.devices, played.mean_staleness)
-    return Plan(one.form.name, config, one.devices, one.bounds, played, value)
+    result = play(scenario_to_plan(costs, space.lengths))
+    value = objective.value(result.mean_s, one.devices, result.mean_staleness)
+    return Plan(one.grouping.name, config, one.devices, one.bounds, result, value)
 
 
 def scenario_to_plan(costs: Costs, lengths: Lengths) -> Scenario:

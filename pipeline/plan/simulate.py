@@ -13,7 +13,7 @@ rules of the workers:
 
 - A worker with n threads runs up to n nodes at once, the most urgent first. Ranks of a gang run their nodes in the
   order in which Dispatch numbered them.
-- The worker of a gang of one rank computes its next node while it stores and commits the last one (`behind_s`).
+- The worker of a gang of one rank computes its next node while it stores and commits the last one (`writeback_s`).
 - A node can start `Costs.overhead` seconds after its last parent's commit, or after its own submission if that is
   later.
 - The rows of all shards of a replica form one queue (`decode.RowQueue`). A shard's output is stored when its last row
@@ -81,7 +81,7 @@ class NodeCosts(Protocol):
         """Return the seconds from the commit of the node's last parent to the start of the node on an idle worker."""
         ...
 
-    def behind_s(self, gang: str, stage: str) -> float:
+    def writeback_s(self, gang: str, stage: str) -> float:
         """Return the last seconds of a node in which its worker already computes the gang's next node."""
         ...
 
@@ -186,7 +186,7 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulationResult:
     """The result of a simulation. Times are in seconds since the run's start."""
 
     wall_s: float
@@ -245,7 +245,7 @@ class Played:
         return {name: s for name, s in _largest_first(seconds).items() if s > 0}
 
 
-def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -> Played:
+def play(scenario: Scenario, watch: Callable[[Execution], None] | None = None) -> SimulationResult:
     """Simulate a scenario to its last node and return the result. `watch` is called with each execution that ended with
     a commit, in order of time."""
     with _no_cycle_search():
@@ -311,7 +311,7 @@ class _Simulation:
     def __init__(self, scenario: Scenario, watch: Callable[[Execution], None] | None) -> None:
         self._scenario, self._watch = scenario, watch
         self._costs = scenario.costs
-        self._behind_s = cache(scenario.costs.behind_s)
+        self._writeback_s = cache(scenario.costs.writeback_s)
         self._gangs = {gang.name: gang for gang in scenario.gangs}
         self._dispatch = Dispatch(scenario.gangs, scenario.device_sharing)
         self._flow = Flow(scenario.spec, self._dispatch, on_step=lambda *_: None, on_unread=lambda _: None)
@@ -364,7 +364,7 @@ class _Simulation:
     def _engine_of(self, gang: Gang) -> RowQueue[Any] | None:
         return self._costs.engine_queue() if Role.GENERATE in gang.roles else None
 
-    def run(self) -> Played:
+    def run(self) -> SimulationResult:
         dispatch, flow, heap, shared, changed = self._dispatch, self._flow, self._heap, self._shared, self._changed
         for gang, index in self._workers:
             dispatch.on_worker_up(gang, index)
@@ -423,12 +423,9 @@ class _Simulation:
                 self._fail()
 
     def _next_of_both(self, clock: SharedClock) -> tuple[_Kind, Any, int]:
-        """Take the next event from the two heaps, and advance the time and `clock` to it. Return the kind of the event,
-        its subject (such as an attempt or a worker) and its stamp. The stamp shows whether the event is outdated.
-
-        Events in `_heap` are ordered by time. Events in `_work` are ordered by the reading of `clock`, which runs
-        slower while the host has more working threads than cores.
-        """
+        """Take the next event from the two heaps, and advance time and `clock` to it. Return its kind, subject and
+        stamp, which shows if it is outdated. `_work` is ordered by the reading of `clock`, which runs slower while
+        threads wait for cores."""
         assert self._heap or self._work, "nothing runs, and the run is not finished"
         ends = clock.time_of(self._work[0][0]) if self._work else math.inf
         if self._heap and self._heap[0][0] <= ends:
@@ -532,7 +529,7 @@ class _Simulation:
         worker.running.append(one)
         if worker.engine is None or not one.lengths:
             seconds = refit_s + self._costs.seconds(node) * self._straggling(node.address)
-            behind = self._behind_s(one.submit.gang, stage)
+            behind = self._writeback_s(one.submit.gang, stage)
             kind = _COMPUTED if behind else _END
             if worker.cores:
                 self._push_work(self._done + max(0.0, seconds - behind), kind, one)
@@ -558,7 +555,7 @@ class _Simulation:
         one.has_computed = True
         self._leave(one, worker)
         self._begin(worker, one)
-        self._push(self._now + self._behind_s(one.submit.gang, one.submit.node.stage), _END, one)
+        self._push(self._now + self._writeback_s(one.submit.gang, one.submit.node.stage), _END, one)
 
     def _ended(self, one: Execution) -> None:
         """Handle the end of an attempt at a node: its output is committed. Free its place on the worker, let waiting
@@ -624,7 +621,7 @@ class _Simulation:
         for one, _ in worker.engine.finish():
             after = self._costs.after_rows_s(beside=one.beside)
             late = (self._straggling(one.submit.node.address) - 1) * (self._now - one.started_s + after)
-            behind = self._behind_s(one.submit.gang, one.submit.node.stage)
+            behind = self._writeback_s(one.submit.gang, one.submit.node.stage)
             self._push_work(self._done + after + late - behind, _COMPUTED if behind else _END, one)
         self._predict_rows(worker)
 
@@ -676,12 +673,12 @@ class _Simulation:
         heapq.heappush(self._heap, (at, self._sequence, kind, subject, stamp))
 
     def _push_work(self, reading: float, kind: _Kind, subject: object, stamp: int = 0) -> None:
-        """Push an event for the moment at which the clock of work shows `reading` seconds. This clock runs slower than
-        time while more threads work than there are cores (see `cores`)."""
+        """Push an event for a reading of the clock of work, which runs slower than time while cores are short
+        (`cores`)."""
         self._sequence += 1
         heapq.heappush(self._work, (reading, self._sequence, kind, subject, stamp))
 
-    def _result(self) -> Played:
+    def _result(self) -> SimulationResult:
         path: list[Execution] = []
         one = self._last
         while one is not None:
@@ -691,7 +688,7 @@ class _Simulation:
         for (gang, _), worker in self._workers.items():
             replicas = 1 if self._gangs[gang].is_ordered else self._gangs[gang].workers
             busy[gang] += worker.busy_s / replicas
-        return Played(
+        return SimulationResult(
             wall_s=self._now,
             published_s=self._published,
             busy_s=dict(busy),

@@ -1,6 +1,6 @@
 """The space of plans: divisions of the roles into gangs, numbers of devices, and configs made of their settings.
 
-    forms       gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine | policy + critic |
+    groupings   gangs of roles: engine | trainer;  engine | policy + reference | critic;  engine | policy + critic |
                 reference;  engine and trainer on the same devices
     counts_of   numbers of devices that a gang may have. On a host without GPUs all gangs share its cores (`cores`), and
                 together they may have more threads than there are cores
@@ -36,7 +36,7 @@ estimated from a sample of the shards."""
 
 
 @dataclass(frozen=True)
-class Form:
+class RoleGrouping:
     """A division of the roles into gangs."""
 
     name: str
@@ -76,17 +76,17 @@ class Space:
         """Number of cores that all gangs share. None if the gangs compute on GPUs."""
         return None if self.run.on_gpus else self.devices
 
-    def used_devices(self, form: Form, devices: Sequence[int]) -> int | None:
+    def used_devices(self, grouping: RoleGrouping, devices: Sequence[int]) -> int | None:
         """Return the number of devices that all gangs together use, or None if there are too few devices.
 
-        If the gangs of the form share devices, the shared devices count once. On a host without GPUs, the gangs use
+        If the gangs of the grouping share devices, the shared devices count once. On a host without GPUs, the gangs use
         threads in place of devices. All gangs together may have up to two threads per core. The result is then the
         number of threads or the number of cores, whichever is smaller.
 
         Args:
             devices: number of devices, or of threads, of each gang.
         """
-        used = max(devices) if form.shares_devices else sum(devices)
+        used = max(devices) if grouping.shares_devices else sum(devices)
         if self.cores is not None and used <= 2 * self.cores:
             return min(used, self.cores)
         return used if used <= self.devices else None
@@ -116,18 +116,18 @@ def _whole_groups(config: RunConfig, rows: int) -> bool:
     return rows % config.rollout.responses_per_prompt == 0
 
 
-def forms(config: RunConfig) -> list[Form]:
+def role_groupings(config: RunConfig) -> list[RoleGrouping]:
     """Return the ways to divide a config's roles into gangs. If the engine can free its devices, one of these ways has
     the gangs on shared devices."""
     models = frozenset({Role.POLICY, Role.REFERENCE}) | ({Role.CRITIC} if config.has_critic else frozenset())
-    possible = [Form("apart", {TRAIN: models})]
+    possible = [RoleGrouping("apart", {TRAIN: models})]
     if config.capabilities().sleeps != "nothing":
-        possible.append(Form("shared devices", {TRAIN: models}, shares_devices=True))
+        possible.append(RoleGrouping("shared devices", {TRAIN: models}, shares_devices=True))
     if config.has_critic:
         divided = {TRAIN: models - {Role.CRITIC}, CRITIC: frozenset({Role.CRITIC})}
-        possible.append(Form("critic apart", divided))
+        possible.append(RoleGrouping("critic apart", divided))
     divided = {TRAIN: models - {Role.REFERENCE}, REFERENCE: frozenset({Role.REFERENCE})}
-    possible.append(Form("reference apart", divided))
+    possible.append(RoleGrouping("reference apart", divided))
     return possible
 
 
@@ -154,25 +154,25 @@ def counts_of(space: Space) -> list[int]:
 
 def assembled(
     space: Space,
-    form: Form,
+    grouping: RoleGrouping,
     chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]],
     shards: int,
     staleness: int,
 ) -> RunConfig:
-    """Return the space's config with these gangs: one for the engine, one for scoring, and the gangs of `form`, which
-    hold the models. `chosen`: gang's name -> its settings, and its changes to other sections of the config
+    """Return the space's config with these gangs: one for the engine, one for scoring, and the gangs of `grouping`,
+    which hold the models. `chosen`: gang's name -> its settings, and its changes to other sections of the config
     (`Option.changes`). An engine or a gang of models that is not in `chosen` has one worker."""
     base = space.base
     gangs = {SCORE: _scorers(space, chosen), GENERATE: gang_settings(space, frozenset({Role.GENERATE}))}
-    gangs |= {name: gang_settings(space, roles) for name, roles in form.gangs.items()}
+    gangs |= {name: gang_settings(space, roles) for name, roles in grouping.gangs.items()}
     gangs |= {name: settings for name, (settings, _) in chosen.items()}
     roles = {str(Role.GENERATE): GENERATE, str(Role.SCORE): SCORE}
-    roles |= {str(role): name for name, of_gang in form.gangs.items() for role in sorted(of_gang)}
+    roles |= {str(role): name for name, of_gang in grouping.gangs.items() for role in sorted(of_gang)}
     placement = PlacementConfig(
         gangs=gangs,
         roles=roles,
         oversubscribe=base.placement.oversubscribe,
-        device_sharing=[[GENERATE, *form.gangs]] if form.shares_devices else [],
+        device_sharing=[[GENERATE, *grouping.gangs]] if grouping.shares_devices else [],
     )
     changes: dict[str, Any] = {key: value for _, of_gang in chosen.values() for key, value in of_gang.items()}
     tokens = {role: changes.pop(role) for role in ("policy", "critic") if role in changes}
@@ -188,19 +188,12 @@ def assembled(
         rollout=replace(base.rollout, shards=shards, versions=base.rollout.versions if staleness else "exact"),
         placement=placement,
     )
-    return _on_nodes(space, config, form)
+    return _on_nodes(space, config, grouping)
 
 
 def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, Any]]]) -> GangConfig:
-    """Return the settings of the gang that computes scores. `workers`, `threads` and `concurrent_shards` are copied
-    from the gang that has the scoring role in the config. There are two exceptions:
-
-    - If that gang has roles besides scoring and advantages, all three settings are the defaults.
-    - On several nodes, if `chosen` has the gang of the engine, `workers` is the number of the engine's nodes.
-
-    Args:
-        chosen: gang's name -> its settings, and its changes to other sections of the config.
-    """
+    """Return the settings of the gang that computes scores: copied from the config, but defaults if that gang has other
+    roles besides scoring and advantages. On several nodes there is one worker for each of the engine's nodes."""
     placement = space.base.placement
     roles = {role for role, gang in placement.roles.items() if gang == placement.roles[Role.SCORE]}
     settings = placement.gangs[placement.roles[Role.SCORE]] if roles <= {Role.SCORE, Role.ADVANTAGE} else GangConfig()
@@ -211,20 +204,16 @@ def _scorers(space: Space, chosen: Mapping[str, tuple[GangConfig, Mapping[str, A
     return GangConfig(workers=workers, threads=settings.threads, concurrent_shards=settings.concurrent_shards)
 
 
-def _on_nodes(space: Space, config: RunConfig, form: Form) -> RunConfig:
-    """Return `config` with the settings that start its workers on the cluster.
-
-    On one node, the driver starts all workers (`cluster.kind`: `local`). On several nodes, workers are started outside
-    of the driver and join it (`attached`). `slurm.gangs` then says how many nodes each gang has. The scoring gang has
-    no nodes of its own and runs on those of another gang. If gangs share devices, they all run on the nodes of the one
-    that needs the most.
-    """
+def _on_nodes(space: Space, config: RunConfig, grouping: RoleGrouping) -> RunConfig:
+    """Return `config` with the settings that start its workers: `kind: local` on one node, else `attached`, with the
+    nodes of each gang in `slurm.gangs`. The scoring gang runs on another's nodes, and gangs that share devices on the
+    largest's."""
     if space.cluster.nodes == 1:
         return replace(config, cluster=replace(config.cluster, kind="local"), slurm=replace(config.slurm, gangs={}))
     per_node = space.cluster.gpus_per_node
     gangs = {gang.name: gang for gang in config.gangs()}
     nodes = {name: max(1, gang.workers * gang.gpus // per_node) for name, gang in gangs.items() if name != SCORE}
-    host = max(nodes, key=lambda name: nodes[name]) if form.shares_devices else None
+    host = max(nodes, key=lambda name: nodes[name]) if grouping.shares_devices else None
     of_gangs = {
         name: SlurmGangConfig(nodes=count) if host in (None, name) else SlurmGangConfig(beside=host)
         for name, count in nodes.items()

@@ -294,19 +294,14 @@ def _elements(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Number
 
 
 def _num_blocks(gang: GangSpeed, role: Role, *, trunk: bool) -> float:
-    """Return the number of blocks that one pipeline stage computes in a pass, if all blocks are divided equally among
-    the stages.
-
-    A pass computes the blocks above the frozen blocks. If `trunk` is true, it computes the frozen blocks too. If a
-    model has no blocks above the frozen blocks, the frozen blocks are always counted.
-    """
+    """Return the number of blocks that a pipeline stage computes in a pass. Frozen blocks count if `trunk`, or if the
+    model has no others."""
     own = gang.models.num_blocks(role)
     return (own + gang.models.model.frozen_blocks if trunk or not own else own) / gang.models.layout.pipeline
 
 
 def _num_widths(rows: Numbers) -> Numbers:
-    """Return the expected number of different widths among `rows` rows. Each row has one of `_WIDTHS` widths, all with
-    the same probability."""
+    """Return the expected number of different widths, if each row has one of `_WIDTHS` widths at random."""
     return _WIDTHS * (1 - (1 - 1 / _WIDTHS) ** rows)
 
 
@@ -330,8 +325,7 @@ def _backward_pass(gang: GangSpeed, role: Role, rows: Rows) -> _Pass:
 
 
 def _forward(gang: GangSpeed, role: Role, rows: Rows, *, trunk: bool) -> Numbers:
-    """Return the number of floating-point operations of a forward pass over all rows, on all ranks together. `trunk`:
-    True if the frozen blocks are computed too."""
+    """Return the operations of a forward pass over all rows on all ranks. `trunk`: with the frozen blocks."""
     spec, is_critic = gang.models.spec_of(role), role is Role.CRITIC
     blocks = gang.models.num_blocks(role) + (gang.models.model.frozen_blocks if trunk else 0)
     outputs, num_outputs = (1, rows.tokens) if is_critic else (spec.vocab_size, rows.sampled)
@@ -437,11 +431,8 @@ def _optimizer_step(gang: GangSpeed, role: Role) -> Work:
 
 
 def _exchanges(gang: GangSpeed, role: Role, steps: int, forward_s: Numbers, backward_s: Numbers) -> Numbers:
-    """Return the seconds that the data-parallel collectives of `steps` optimizer steps add to the passes.
-
-    Args:
-        forward_s, backward_s: seconds of a pass of one micro-batch in one stage.
-    """
+    """Return the seconds that the data-parallel collectives of `steps` optimizer steps add to the passes. `forward_s`,
+    `backward_s`: seconds of a pass of one micro-batch in one stage."""
     models, layout = gang.models, gang.models.layout
     numbers, data = gang.trained[role], models.data_ranks
     if data == 1:

@@ -56,7 +56,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
@@ -348,13 +348,7 @@ def _connection_arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> SchedulerFile:
-    """Read a scheduler file.
-
-    Raises:
-        WorkerRefused: the file is invalid, this user has no permission to read it, or another user owns it. A later try
-            would fail too.
-        OSError: the file does not exist yet, or a network filesystem has failed. A later try may succeed.
-    """
+    """Read a scheduler file. Raises WorkerRefused if a later try would fail too, OSError if it may succeed."""
     try:
         return read_scheduler_file(path)
     except StoreError as error:
@@ -362,11 +356,8 @@ def _read_file(path: Path) -> SchedulerFile:
 
 
 def _is_unchanged(file: SchedulerFile, path: Path) -> bool:
-    """Return True if the scheduler file at `path` still has the content `file`. An unreadable file gives False.
-
-    Each driver of a run removes the files of earlier drivers before it listens. So True also means that no later driver
-    listens yet.
-    """
+    """Return True if the scheduler file still has this content. Then no later driver listens yet, because each removes
+    the files of earlier ones first."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -427,8 +418,8 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
 
 
 def _network_environment(address: str, *, is_configured: bool) -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use the interface with this address. Variables that are
-    already set are left out, unless the config or the command line names the interface (`is_configured`)."""
+    """Return the variables that make gloo and NCCL use the interface with this address. Set ones win, unless
+    `is_configured`: the config or the command line names the interface."""
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if is_configured else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)
@@ -468,14 +459,6 @@ class JoinRequest:
     board_free: int
     """Bytes for published weights on the worker's host: the free bytes, plus the bytes that this run's weights take
     already."""
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> JoinRequest:
-        """Return the request in a message. Raises TypeError if a field is missing."""
-        missing = [field.name for field in fields(cls) if field.name not in message]
-        if missing:
-            raise TypeError(f"it does not say {', '.join(missing)}")
-        return cls(**{field.name: message[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -603,8 +586,7 @@ def _remove_boards_of_dead_runs(folder: Path) -> None:
 
 
 def _is_dead(driver_lock: Path) -> bool:
-    """Return True if no driver of an attached run holds this lock. Return False if the lock's filesystem is not mounted
-    here."""
+    """Return True if no driver holds this lock, and the lock's filesystem is mounted here."""
     return driver_lock.parents[1].is_dir() and holder(driver_lock) is None
 
 

@@ -249,7 +249,7 @@ class MigrationDone:
     """Seconds for which the copying of keys and values kept the engines from computing: the sum for the sending and the
     receiving replica."""
     standstill_s: float
-    """Seconds for which rows did not decode because they moved to the other replica, summed over the rows. For each
+    """Seconds for which rows did not decode because they migrated to the other replica, summed over the rows. For each
     row: from its removal from this replica's engine until the other replica accepted it.
     """
     waiting: tuple[Address, ...]

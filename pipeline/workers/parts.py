@@ -292,8 +292,7 @@ def _build_scorer(config: RunConfig) -> Scorer:
 
 
 def _is_being_published(board: WeightBoard, manifest: Manifest) -> bool:
-    """Return True if the process that wrote this version on this host is still alive. It may then still commit the
-    version. Return False for a version that was copied from another host."""
+    """Return True if this host's publisher of the version lives, and may still commit it."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 
@@ -368,8 +367,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
 
 
 def _end_process(log: str | None, reason: str) -> None:
-    """Write the reason beside the log, and end this process. If an engine loses one of its processes, the whole replica
-    ends, and the driver builds it again."""
+    """Write the reason beside the log, and end this process: a replica that lost an engine process is built again."""
     print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
     write_exit_reason(log, reason)
     os._exit(1)

@@ -153,12 +153,8 @@ class _Sender:
                     await asyncio.to_thread(self.rows.give_back, [ticket])
 
     async def _copy(self, comm: Comm, request: MigrationRequest) -> CopiedPart | None:
-        """Send copies of a row's keys and values to the other replica, up to the row's last full block of the cache.
-        The row goes on decoding meanwhile.
-
-        Return the last copy that was made. Its field `stop` says how many positions the other replica now has. Return
-        None if the row can no longer be copied, for example because it has ended.
-        """
+        """Send a row's keys and values, up to its last full block, while it goes on decoding. Return the last copy, or
+        None if the row can no longer be copied, for example because it has ended."""
         part = await asyncio.to_thread(self.rows.copy_out, request.key, 0)
         while part is not None:
             self.held_s += part.held_s

@@ -34,7 +34,7 @@ from pipeline.workers.entry import Runtime
 from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.parts import build_parts
 from pipeline.workers.stages import ComputedStage, StageOutput, binding_of, early_scorer
-from pipeline.workers.turns import Turn, Turns
+from pipeline.workers.turns import ComputeTurn, ComputeTurns
 from pipeline.workers.weight_transfer import Fetcher
 from stages.models.config import LayoutConfig
 from stages.models.protocol import MODEL_ROLES, Role
@@ -58,15 +58,15 @@ class StageRuntime(Runtime):
         self.parts = build_parts(spec, same_layout=same_layout)
         self.numerics, self.rows = self.parts.numerics, self.parts.rows
         self._last_sequence = -1
-        self._turns = Turns()
+        self._turns = ComputeTurns()
         self._threads = torch.get_num_threads()
 
     def run(self, call: Call) -> Outcome:
         """Return the outcome of a call. Run the call's node first, unless the node has a commit already."""
-        with self._turns.queued() if self.parts.gang.is_ordered else nullcontext(Turn()) as turn:
+        with self._turns.queued() if self.parts.gang.is_ordered else nullcontext(ComputeTurn()) as turn:
             return self._run(call, turn)
 
-    def _run(self, call: Call, turn: Turn) -> Outcome:
+    def _run(self, call: Call, turn: ComputeTurn) -> Outcome:
         spec, clock = self.parts.spec, self.parts.clock
         if spec.size > 1 and call.sequence is not None:
             assert call.sequence > self._last_sequence, f"{call.address}: the gang's order was broken"
@@ -90,7 +90,7 @@ class StageRuntime(Runtime):
         )
 
     def _commit_once(
-        self, call: Call, binding: ComputedStage, inputs_are_read: Callable[[], None], turn: Turn
+        self, call: Call, binding: ComputedStage, inputs_are_read: Callable[[], None], turn: ComputeTurn
     ) -> Commit | None:
         """Return the node's commit. If the node has no commit, compute its output and commit it first. Return None on a
         rank that holds no part of the output. `inputs_are_read`: waits until the node's inputs are in the store's

@@ -143,8 +143,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _nearest_visible(path: Path) -> tuple[Path, os.stat_result]:
-    """Return the path and status of the file. If this user may not look at the file, return those of the nearest
-    directory above it that the user may look at."""
+    """Return path and status of the file, or of the nearest directory above it that this user may look at."""
     for above in (path, *path.parents):
         with suppress(PermissionError):
             return above, above.stat()

@@ -34,7 +34,7 @@ from pipeline.workers.early_rows import EarlyScorer
 from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, require_part
-from pipeline.workers.turns import Turn
+from pipeline.workers.turns import ComputeTurn
 from pipeline.workers.weight_transfer import TransferStats
 from stages.advantage import advantage
 from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
@@ -92,7 +92,7 @@ class SelfCommittingStage:
     """A stage that changes or publishes weights. Its function looks for the node's commit by itself, and writes it if
     there is none."""
 
-    run: Callable[[WorkerParts, Call, Turn], Commit | None]
+    run: Callable[[WorkerParts, Call, ComputeTurn], Commit | None]
     """Function that runs the node in the call's turn, which it may end, and returns the node's commit; None on ranks
     other than 0."""
 
@@ -180,9 +180,7 @@ def score_rollout(
 
 
 def _score_arguments(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Any:
-    """Return the arguments for the functions `score` and `follow` of `stages/score.py`. If the ranks of a gang divide
-    the reward models, rank 0 calls `score`, and the other ranks call `follow` with the same arguments. `held_out`: True
-    to score with the rewards of evaluations."""
+    """Return the arguments of `score`, and of `follow` on the other ranks of a gang that divides the reward models."""
     scorer, prompts = require_part(parts.scorer), require_part(parts.prompts)
     return scorer.parts(held_out=held_out), scorer.tokenizer, rollout, *prompts.for_reward(rollout.prompt_index)
 
@@ -279,13 +277,9 @@ def _run_in_engine(
     *,
     exact: bool,
 ) -> tuple[Answer, int]:
-    """Return the result of `run(engine)`, and how many of the rows (`keys`) were finished by other replicas.
-
-    During `run` the engine has the call's version of the weights. If `exact` is False, a newer version is allowed too.
-
-    A row may migrate to another replica and come back unfinished. If this engine has other weights by then, `run`
-    raises RowsLost. In that case the right weights are loaded again, and `run` is called again.
-    """
+    """Return `run(engine)` with the call's version of the weights (or a newer one, unless `exact`), and how many of the
+    rows were finished by other replicas. A row may come back unfinished from another replica when this engine has other
+    weights: then `run` raises RowsLost, and is called again with the right ones."""
     rows = parts.rows
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
@@ -340,7 +334,7 @@ EXPORT = "export"
 """Name of the background work that writes an export."""
 
 
-def update(parts: WorkerParts, call: Call, turn: Turn, *, role: Role) -> Commit | None:
+def update(parts: WorkerParts, call: Call, turn: ComputeTurn, *, role: Role) -> Commit | None:
     """Update a role's model from version `step` to `step + 1`. The turn does not end before the commit: only then the
     model may be used again."""
     del turn
@@ -363,7 +357,7 @@ def update(parts: WorkerParts, call: Call, turn: Turn, *, role: Role) -> Commit 
     return winner
 
 
-def publish_version(parts: WorkerParts, call: Call, turn: Turn) -> Commit | None:
+def publish_version(parts: WorkerParts, call: Call, turn: ComputeTurn) -> Commit | None:
     """Publish a version of the policy, and export it if the config asks for this version. Return the commit on rank 0,
     and None on other ranks. A version that has a commit is published again if its weights are gone from memory; its
     commit stays."""
@@ -393,13 +387,8 @@ def publish_version(parts: WorkerParts, call: Call, turn: Turn) -> Commit | None
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Begin to write exports in the background. `exported`: True if the export of `version` was begun and must now be
-    written.
-
-    - The export of `version` is written if `exported` is True.
-    - Exports of earlier versions that dead processes left unfinished are written if `exported` is True, or if `version`
-      is the last version of the run.
-    """
+    """Write the export of `version` in the background if it was begun (`exported`). Then, and after the last version,
+    also write the exports that dead processes left unfinished."""
     if exported:
         _export(parts, version, parts.board)
     if exported or version == parts.config.steps:
@@ -426,10 +415,8 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
 
 
 def _export(parts: WorkerParts, version: int, board: WeightBoard | None = None) -> None:
-    """Start to write the policy in Hugging Face layout while the run continues. A half-written export never has the
-    final name.
-
-    `board`: the board that has the version. None: the version is published again, on a new board on this host."""
+    """Start to write the policy in Hugging Face layout in the background. A half-written export never has the final
+    name. Without a `board`, the version is published again on a new one."""
     updates, exports = require_part(parts.updates), parts.config.stored.exports()
     staged, own = exports.staged(version), parts.board.directory / f"export-{version}"
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from threading import Condition
 
 
-class Turn:
+class ComputeTurn:
     """The turn of a call on a worker whose calls may all compute at once."""
 
     def wait(self) -> None:
@@ -26,15 +26,15 @@ class Turn:
         """Let the next call compute. Does nothing if this turn has ended."""
 
 
-class Turns:
+class ComputeTurns:
     """The queue of the calls on a worker. The first call in it has its turn."""
 
     def __init__(self) -> None:
-        self._queue: deque[Turn] = deque()
+        self._queue: deque[ComputeTurn] = deque()
         self._changed = Condition()
 
     @contextmanager
-    def queued(self) -> Iterator[Turn]:
+    def queued(self) -> Iterator[ComputeTurn]:
         """Put a call at the end of the queue, and yield its turn. The turn ends at the latest when the caller's `with`
         block ends."""
         turn = _QueuedTurn(self._queue, self._changed)
@@ -44,8 +44,8 @@ class Turns:
             turn.end()
 
 
-class _QueuedTurn(Turn):
-    def __init__(self, queue: deque[Turn], changed: Condition) -> None:
+class _QueuedTurn(ComputeTurn):
+    def __init__(self, queue: deque[ComputeTurn], changed: Condition) -> None:
         self._queue, self._changed = queue, changed
         with changed:
             queue.append(self)

@@ -161,10 +161,9 @@ class VersionedEngine:
                 self._changed.notify_all()
 
     def _load(self, version: int, lease: WeightLease) -> None:
-        """Verify the published weights and load them. The bytes are read twice: here for the checksum, and by the
-        engine, which also checks that all numbers are finite. If the engine cannot load tensors of this process, the
-        numbers are checked here together with the checksum. Raises EngineLost if an earlier load failed half-way and
-        made the engine unusable."""
+        """Verify the published weights and load them. Bytes are read here for the checksum, and by the engine, which
+        also checks that numbers are finite; here too if it cannot load this process's tensors. Raises EngineLost after
+        a load that failed half-way."""
         if self._broken is not None:
             raise EngineLost(self._broken)
         can = self._engine.capabilities
@@ -183,9 +182,8 @@ class VersionedEngine:
                 self._broken = f"a load of weights v{version} failed half-way: the engine must be built again"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
-        """Raise WeightsError if the tensors of this version have other names than the tensors of the version loaded
-        before. The message gives one of these names. Without this check a missing tensor would keep its old numbers.
-        The first version is not checked."""
+        """Raise WeightsError if this version's tensors have other names than those loaded before: a missing tensor
+        would keep its old numbers."""
         differing = names ^ self._names if self._names else frozenset()
         if differing:
             name = min(differing)
@@ -193,20 +191,15 @@ class VersionedEngine:
             raise WeightsError(f"{name} (and {len(differing) - 1} more) is missing in weights v{lacks}; v{has} has it")
 
     def _is_allowed(self, version: int, exact: bool) -> bool:
-        """Return True if the engine is awake and its version is allowed: `version`, or also a newer version if `exact`
-        is False."""
+        """Return True if the engine is awake with this version, or with a newer one unless `exact`."""
         if self._asleep:
             return False
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
-        """Return True if a shard that needs this version may begin to use the engine now. The result is False while
-        weights are being loaded. Otherwise it is True in each of three cases:
-
-        - The engine is awake, and its version is allowed (see `_is_allowed`).
-        - Weights may change in flight: `exact` is False, and no shard that uses the engine needs exactly one version.
-        - No shard uses the engine, or all that use it have their unfinished rows in other replicas.
-        """
+        """Return True if a shard that needs this version may use the engine now: its version is allowed, weights may
+        change in flight, or all shards in it have their unfinished rows in other replicas. Never while weights are
+        loaded."""
         if self._loading:
             return False
         if self._is_allowed(version, exact) or (not exact and self._exact == 0):
@@ -264,8 +257,7 @@ def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
 
 
 def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
-    """Return the mapped arrays as read-only tensors, without a copy. `finite`: True if all numbers are known to be
-    finite."""
+    """Return the mapped arrays as read-only tensors. `finite`: all numbers are known to be finite."""
     infos = lease.manifest.tensors
     places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
     return MappedTensors(lease_tensors(lease), places, finite=finite)

@@ -185,13 +185,8 @@ class WeightMirror:
     # ---- sending -------------------------------------------------------------------------------------------------
 
     async def _answer(self, version: int, asker: str | None, digest: str | None) -> dict[str, Any]:
-        """Return a version's manifest and its source: the address of this host's sender, or of another worker to ask.
-        If the version is neither here nor arriving, return the reason (`missing`) instead.
-
-        Args:
-            asker: address of the worker that asks, if it may be redirected to another source; else None.
-            digest: the digest that the version must have; None: any.
-        """
+        """Return a version's manifest with the address of this host's sender, or of another worker to ask; or the
+        reason why it is `missing`. `asker`: worker that may be redirected. `digest`: required digest, if any."""
         try:
             manifest = await self._manifest_to_send(version, digest)
         except MissingOutput as error:
@@ -214,12 +209,8 @@ class WeightMirror:
             await asyncio.sleep(_LOOK_S)
 
     def _earlier_asker(self, version: int, asker: str) -> str | None:
-        """Return the Dask address of the worker that should send the version to the worker `asker` (also a Dask
-        address). The sender has asked for the same version earlier.
-
-        Return None for the first `FAN_OUT` workers that ask, because this host itself sends to them. So no host sends a
-        version to more than `FAN_OUT` others.
-        """
+        """Return the worker, among earlier askers, that should send the version to `asker`. None for the first
+        `FAN_OUT`, to which this host sends: so no host sends a version to more than `FAN_OUT` others."""
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
         askers = self._askers.setdefault(version, [])
@@ -288,17 +279,9 @@ class WeightMirror:
             self._board.release(version)
 
     async def _source(self, version: int, may_redirect: bool) -> _Source:
-        """Return the process from which this host can receive a version.
-
-        The worker that publishes the weights (the publisher) is asked first. If `may_redirect` is True, it may name
-        another worker that has asked for the version earlier. Then that worker is asked, and its host sends the
-        version.
-
-        Raises:
-            MissingOutput: the publisher does not have the version.
-            _SourceLost: the publisher or the named worker does not answer, or the named worker does not have the
-                version.
-        """
+        """Return the process from which this host can receive a version. The publisher may name an earlier asker in its
+        place if `may_redirect`. Raises MissingOutput if the publisher does not have the version, _SourceLost if one of
+        them does not answer, or the named worker does not have it."""
         with _raise_as_lost(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.message_timeout_s))["workers"]

@@ -54,18 +54,10 @@ _DASK_SETTINGS: dict[str, Any] = {
 
 
 def _malloc_thresholds() -> tuple[int, int]:
-    """Return two thresholds of glibc's malloc, in bytes:
-
-    - M_MMAP_THRESHOLD: smallest allocation that gets pages of its own
-    - M_TRIM_THRESHOLD: maximum free memory at the end of the heap; pages beyond it are given back to the system
-
-    Both are as high as glibc allows. A step allocates and frees the same large buffers (activations, gradients, logits)
-    again and again. Pages that were given back must be faulted in and zeroed again, which took a quarter of a training
-    step. Both thresholds are set, because setting only one stops glibc from adapting the other one. The cost: a process
-    keeps the memory that it has freed, so its resident memory stays at its peak.
-
-    glibc 2.36 accepts 1 GiB and 1 TiB (measured). Older versions may refuse more than 32 MiB, and then stay at 128 KiB,
-    so they get 32 MiB for both."""
+    """Return glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, as high as it allows, so that malloc keeps freed memory. A
+    step allocates the same large buffers again and again, and to fault in and zero their pages took a quarter of a
+    training step. The cost: resident memory stays at its peak. Setting one threshold freezes the other, so both are
+    set. glibc 2.36 accepts 1 GiB and 1 TiB; older versions may refuse more than 32 MiB, and then stay at 128 KiB."""
     libc, version = platform.libc_ver()
     current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
     return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)
@@ -207,8 +199,7 @@ def shares_cores(config: RunConfig) -> bool:
 
 
 def _processes(config: RunConfig, gang: Gang) -> int:
-    """Return the number of computing processes of each worker: its own process and the processes of its engine. The
-    processes of the engine inherit the worker's environment."""
+    """Return the number of a worker's computing processes. Its engine's inherit its environment."""
     return config.replica_ranks if Role.GENERATE in gang.roles else 1
 
 

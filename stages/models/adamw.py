@@ -110,8 +110,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the tensors block by block: views of the same elements of each tensor. All tensors are contiguous and have
-    the same number of elements."""
+    """Yield views of the same elements of each tensor, block by block. All are contiguous and equally large."""
     size = _BLOCK["cpu" if tensors[0].is_cpu else "cuda"]
     flat = [tensor.detach().view(-1) for tensor in tensors]
     for start in range(0, flat[0].numel(), size):

@@ -155,8 +155,8 @@ def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
 
 
 def _half_split(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows [heads * head_dim, hidden] of a query or key projection from GGUF's rotary layout to Hugging
-    Face's. The two rows of a rotated pair are neighbours in GGUF and half a head apart in Hugging Face."""
+    """Reorder a projection's rows: the two rows of a rotated pair are neighbours in GGUF, half a head apart in Hugging
+    Face."""
     rows, hidden = weights.shape
     paired = weights.reshape(num_heads, rows // num_heads // 2, 2, hidden)
     return paired.swapaxes(1, 2).reshape(rows, hidden)

@@ -148,8 +148,7 @@ def _index(state: dict[str, Any]) -> MetadataIndex:
 
 
 def _stored(state: dict[str, Any]) -> _StorageInfo:
-    """Return a shard's location. Raises ValueError for a file outside the checkpoint's directory, and for a shard that
-    torch would transform on reading."""
+    """Return a shard's location. Raises ValueError for one outside the directory, or that torch would transform."""
     path = state["relative_path"]
     if Path(path).name != path or state.get("transform_descriptors"):
         raise ValueError(f"a shard in {path}")

@@ -350,8 +350,7 @@ def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, i
 
 
 def _trained_parameters(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Parameter]]:
-    """Yield (name, block, parameter) for each trained parameter. The last stage's copy of a tied embedding gets the
-    embedding's name."""
+    """Yield (name, block, parameter). The last stage's copy of a tied embedding gets the embedding's name."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if not parameter.requires_grad:
             continue
@@ -367,15 +366,12 @@ def _axis(name: str, parameter: Tensor) -> int | None:
 def _cut(
     kind: str, piece: Piece, parameter: Tensor, tensor: Tensor, start: int, replica: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the elements of `piece` that this rank holds, cut into rectangles. Each rectangle is a ShardedTensor.
-    Columns that are only padding are left out.
+    """Yield the elements of `piece` that this rank holds, cut into rectangles. Padding columns are left out.
 
     Args:
-        kind: first part of the key of the ShardedTensors, such as "masters".
-        piece: rows of the parameter, and their position in the whole tensor of the model.
-        parameter: this tensor-parallel rank's part of the tensor. Only its shape is read.
-        tensor: the elements of the flattened parameter that this rank holds. They are consecutive.
-        start: index of the first element of `tensor` in the flattened parameter.
+        kind: first part of the ShardedTensors' key, such as "masters".
+        parameter: this tensor-parallel rank's part, for its shape.
+        tensor: consecutive elements of the flattened parameter, from index `start` on.
         replica: number of this copy of the elements. Only copy 0 is written.
     """
     columns, flat = parameter.numel() // parameter.shape[0], tensor.view(-1)

@@ -359,13 +359,9 @@ class Trunk:
 
 
 def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    """Return the width that each row is padded to. It depends only on the row's own length, and on `multiple`.
-
-    On a CPU the bits of a row's output do not depend on the rows computed beside it, but do depend on its padding. With
-    a width that depends only on the row, a cached row, a row computed again after an eviction, and a replayed row have
-    the same bits. Padding adds at most an eighth of the length. Then the width is raised to at least 4 tokens, since
-    matrix products with fewer rows use other code, and to a multiple of `multiple`.
-    """
+    """Return the padded width of each row: at most an eighth longer, at least 4 (matrix products with fewer rows use
+    other code), and a multiple of `multiple`. On a CPU the bits of a row's output depend on its padding but not on
+    other rows. So a width that depends only on the row gives a cached, recomputed or replayed row the same bits."""
     step = np.maximum(1, 2 ** np.log2(lengths).astype(int) // 8)
     widths = np.maximum(4, -(-lengths // step) * step)
     return -(-widths // multiple) * multiple

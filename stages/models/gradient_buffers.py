@@ -66,10 +66,9 @@ def overlaps(blueprint: Blueprint) -> bool:
 
 class _Buffers(DistributedDataParallel):
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
-        """Return Megatron's hook, which reports that a parameter's gradient is ready to be sent. The hook is changed:
-        it does nothing if autograd has no gradient for the parameter. In that case other code writes the gradient into
-        `main_grad`, and the function `registering` makes the report. On CUDA autograd calls this hook in another
-        thread."""
+        """Return Megatron's hook, which reports that a gradient is ready, for parameters whose gradient autograd has.
+        Other gradients are written into `main_grad` and reported by `registering`. On CUDA another thread calls the
+        hook."""
         ready: Callable[..., None] = super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:

@@ -201,8 +201,8 @@ def _token_bytes(backend: FastBackend) -> list[bytes] | None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return character -> byte of byte-level BPE (GPT-2), which writes every byte as a visible character. A printable
-    Latin-1 character stands for itself. The other bytes get the characters from 256 on, in order."""
+    """Return character -> byte of byte-level BPE: printable Latin-1 stands for itself, other bytes for 256 on, in
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -424,9 +424,8 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _same_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> bool:
-    """Return True if each key of special_tokens_map.json (`legacy`) has the same token in tokenizer_config.json
-    (`config`). Further keys of `config` do not matter. If the value of a key is one token, only its text is compared,
-    without flags. If it is a list of tokens, the whole lists must be equal, including flags."""
+    """Return True if tokenizer_config.json (`config`) has each token of special_tokens_map.json (`legacy`). Flags count
+    only within lists."""
     return all(_content(value) == _content(config.get(key)) for key, value in legacy.items())
 
 

@@ -29,7 +29,7 @@ from stages.models.layouts import check_layout
 from stages.models.lora import ADAPTERS, FrozenWeights, write_adapters
 from stages.models.minibatches import MinibatchLoss, peak_of_a_rank, rank_micro_batches, work_of
 from stages.models.numerics import choose_products, peak_bytes, set_numerics
-from stages.models.offload import Residence, has_own_memory
+from stages.models.offload import OffloadableTensors, has_own_memory
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role, StateError
 from stages.models.publication import Slab
 from stages.models.spec import ModelSpec, padded, read_eos_ids, read_spec
@@ -112,8 +112,10 @@ class MegatronHost:
         self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
         self._frozen: dict[str, FrozenWeights] = {}
         self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
-        self._reference_weights = Residence(self._reference.parameters if self._reference is not None else list)
-        self._all_weights = Residence(lambda: _weights(self._reference, self._trunk, *self._trainers.values()))
+        self._reference_weights = OffloadableTensors(
+            self._reference.parameters if self._reference is not None else list
+        )
+        self._all_weights = OffloadableTensors(lambda: _weights(self._reference, self._trunk, *self._trainers.values()))
         for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic)):
             if role in roles:
                 self._put_to_sleep(but=role)
@@ -266,7 +268,7 @@ class MegatronHost:
             trainer.close()
         self._trainers.clear()
         self._reference = self._trunk = None
-        self._reference_weights = self._all_weights = Residence(list)
+        self._reference_weights = self._all_weights = OffloadableTensors(list)
         parallel.leave()
 
     def _build(self, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:

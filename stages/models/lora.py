@@ -212,8 +212,7 @@ def _add_adapter(
 
 
 def _drawn(key: str, shape: tuple[int, int]) -> Tensor:
-    """Return normal random numbers [rank, inputs] with variance 1 / (3 inputs), which depend only on `key` and `shape`.
-    numpy's generator gives the same numbers on every processor."""
+    """Return normal numbers [rank, inputs] with variance 1 / (3 inputs), the same on every processor."""
     generator = np.random.default_rng(list(hashlib.blake2b(key.encode(), digest_size=16).digest()))
     return torch.from_numpy(generator.standard_normal(shape, np.float32)) / math.sqrt(3 * shape[1])
 

@@ -231,13 +231,9 @@ def orthogonalisation_flops(gang: GangModels, role: Role) -> int:
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
-    """Return the number of parameters in `model.dtype` that a rank holds for all roles together, without the frozen
-    lowest blocks.
-
-    With LoRA the roles that were built from `model.path` share blocks, embedding and norm. Shared parameters count
-    once. A critic with fewer blocks than the policy shares less under pipeline parallelism: a stage may hold some
-    blocks for the critic and others for the policy. All of these blocks count.
-    """
+    """Return the parameters in `model.dtype` that a rank holds for all roles, without frozen blocks. With LoRA, roles
+    built from `model.path` share theirs, which count once. With fewer blocks in the critic, a pipeline stage may hold
+    some blocks for the critic and others for the policy: all count."""
     shared = gang.roles - gang.own.keys() if gang.model.lora.rank else frozenset()
     alone = sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles - shared)
     adapters = sum(trained_parameters(gang, role, stage).of_dtype for role in gang.trained if gang.model.lora.rank)

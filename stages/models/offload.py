@@ -24,7 +24,7 @@ def has_own_memory() -> bool:
     return torch.cuda.is_available()
 
 
-class Residence:
+class OffloadableTensors:
     """Owns the host copies of some tensors' storages while the storages are offloaded. Reading an offloaded tensor
     raises no error, so call `wake` first."""
 

@@ -229,13 +229,9 @@ class CollectiveWatch:
             raise missing from error
 
     def _find_missing(self, where: str) -> RanksMissing | None:
-        """Return an error that names the missing ranks, or None if no rank is missing. Call this after a collective has
-        failed on this rank. The call notes the failure in the gang's key-value store. The other ranks do so too if the
-        collective fails for them. A rank without such a note is missing.
-
-        Rank 0's process serves the store. If it does not answer, rank 0 is the missing rank. If it has ended,
-        DistNetworkError is raised. `where`: name of the work that the collective belongs to.
-        """
+        """Return an error that names the ranks that are missing after a failed collective, or None. Each rank for which
+        it failed notes this in the gang's store; a rank without a note is missing. Rank 0 serves the store: it is
+        missing if it does not answer, and DistNetworkError is raised if it has ended. `where`: name of the work."""
         answer: SimpleQueue[RanksMissing | dist.DistNetworkError | None] = SimpleQueue()
 
         def ask() -> None:
@@ -246,7 +242,7 @@ class CollectiveWatch:
             except dist.DistNetworkError as error:
                 answer.put(error)
 
-        Thread(target=ask, name="roll-call", daemon=True).start()
+        Thread(target=ask, name="find-missing-ranks", daemon=True).start()
         try:
             received = answer.get(timeout=min(self._timeout_s, _LONGEST_ANSWER_S) + _ANSWER_S)
         except Empty:
@@ -289,8 +285,8 @@ class CollectiveWatch:
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Return True if torch.distributed raised the error. gloo's errors are plain RuntimeErrors whose text begins with
-    the path of one of gloo's source files."""
+    """Return True if torch.distributed raised the error. gloo's errors are RuntimeErrors with the path of its
+    source."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("]")[0]
 
 

@@ -1,12 +1,12 @@
 """Write the trained weights of a gang to a board. Each rank that writes puts its parts of the tensors at their offsets
 in the version's file.
 
-    rank 0        lists ─► opens an attempt ─► writes ─► receives from other hosts ─► sums some ─► links the manifest
+    rank 0        lists ─► begins a write ─► writes ─► receives from other hosts ─► sums some ─► links the manifest
     same host     lists ──────────┴──────────► writes ────────────────┤               sums some ──┘
     another host  lists ──────────┴──────────► sends its parts ───────┘
 
-A rank lists the parts of tensors that it writes (`Slab`). An attempt is a version that is being written
-(`WeightAttempt`). To sum tensors is to compute their checksums from the file.
+A rank lists the parts of tensors that it writes (`Slab`). A write is a version that is being written
+(`WeightWrite`). To sum tensors is to compute their checksums from the file.
 
 Without LoRA no rank gathers a tensor. Beside the model's state a rank then needs one block of `BLOCK_BYTES` on the
 device and one on the host. Only ranks with data-parallel rank 0 write. With LoRA the tensor-parallel ranks of a stage
@@ -34,7 +34,7 @@ from stages.models.build import Blueprint
 from stages.models.hf_conversion import PARTS, HFPart, adapted_weight, hf_parts, named_by_block
 from stages.models.weights import as_numpy, from_all_ranks, merged_tensors, row_blocks
 from storage.errors import StoreError
-from storage.weights import BFLOAT16, FilePlace, Manifest, WeightAttempt, WeightBoard, placed
+from storage.weights import BFLOAT16, FilePlace, Manifest, WeightBoard, WeightWrite, placed
 
 _ERRORS = (StoreError, OSError, ValueError)
 """Errors that the methods of `WeightBoard` raise."""
@@ -74,26 +74,26 @@ def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: 
     whole = {slab.name: slab for listed in of_ranks for slab in listed}
     errors: list[Exception] = []
     with ExitStack() as undo:
-        begun: list[WeightAttempt | None] = [None]
+        begun: list[WeightWrite | None] = [None]
         if is_first:
             try:
                 places = placed((slab.name, _dtype_name(slab.dtype), slab.shape) for slab in whole.values())
-                begun = [undo.enter_context(board.attempt(version, places))]
+                begun = [undo.enter_context(board.begin_write(version, places))]
             except _ERRORS as error:
                 errors.append(error)
         dist.broadcast_object_list(begun)
-        attempt = begun[0]
-        if attempt is not None:
-            present = [index for index, sees in enumerate(from_all_ranks(board.sees(attempt))) if sees]
+        write = begun[0]
+        if write is not None:
+            present = [index for index, sees in enumerate(from_all_ranks(board.sees(write))) if sees]
             senders = {*range(len(of_ranks))} - {*present}
             sent = {source: of_ranks[source] for source in sorted(senders)} if is_first else {}
-            _fill(board, attempt, own_blocks(model, blueprint, slabs), sent, blueprint.parallel_rank.device, errors)
+            _fill(board, write, own_blocks(model, blueprint, slabs), sent, blueprint.parallel_rank.device, errors)
             errors = [error for of_rank in from_all_ranks(errors) for error in of_rank]
         sums: dict[str, int] = {}
-        if attempt is not None and not errors:
+        if write is not None and not errors:
             try:
-                share = _share(attempt.places, present)
-                sums = board.sums(attempt, share) if share else {}  # a rank of another host has no file
+                share = _share(write.places, present)
+                sums = board.sums(write, share) if share else {}  # a rank of another host has no file
             except _ERRORS as error:
                 errors.append(error)
             gathered: list[tuple[dict[str, int], list[Exception]]] = from_all_ranks((sums, errors))
@@ -103,8 +103,8 @@ def publish(model: GPTModel, blueprint: Blueprint, board: WeightBoard, version: 
             return None
         if errors:
             raise errors[0]
-        assert attempt is not None
-        return board.finish(attempt, sums)
+        assert write is not None
+        return board.finish(write, sums)
 
 
 def own_slabs(model: GPTModel, blueprint: Blueprint) -> list[Slab]:
@@ -148,27 +148,27 @@ def _own_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
 
 def _fill(
     board: WeightBoard,
-    attempt: WeightAttempt,
+    write: WeightWrite,
     blocks: Iterable[tuple[Slab, slice, np.ndarray]],
     sent: Mapping[int, list[Slab]],
     device: torch.device,
     errors: list[Exception],
 ) -> None:
     """Write this rank's blocks, and on rank 0 also the blocks that ranks of other hosts send. A rank that does not see
-    the attempt's file sends its blocks to rank 0. `sent`: rank of another host -> parts that it sends. The board's
+    the write's file sends its blocks to rank 0. `sent`: rank of another host -> parts that it sends. The board's
     errors are appended to `errors`. After an error the remaining blocks are computed or received, but not written."""
-    places = {place.name: place for place in attempt.places}
+    places = {place.name: place for place in write.places}
 
     def put(slab: Slab, rows: slice, block: np.ndarray) -> None:
         number = slab.dtype.itemsize
         start = number * (slab.start + rows.start * slab.stride)
         try:
             if not errors:
-                board.put(attempt, places[slab.name], block, start, number * slab.stride)
+                board.put(write, places[slab.name], block, start, number * slab.stride)
         except _ERRORS as error:
             errors.append(error)
 
-    here = board.sees(attempt)
+    here = board.sees(write)
     for slab, rows, block in blocks:
         if here:
             put(slab, rows, block)
@@ -186,8 +186,7 @@ def _fill(
 def _slab(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, own: tuple[int, ...], first: int, axis: int | None
 ) -> Slab:
-    """Return the part of tensor `name` that has the shape `own` and begins at index `first` of dimension `axis`.
-    `shape` is the shape of the whole tensor. If `axis` is None, the part is the whole tensor and `first` is 0."""
+    """Return the part of a tensor that has the shape `own` and begins at index `first` of `axis`; None: the whole."""
     row = math.prod(own[1:])
     if axis == 1:
         return Slab(name, shape, dtype, own[0], row, first, shape[1])

@@ -44,7 +44,7 @@ from stages.models.kernels.fused import with_fusions
 from stages.models.layers import HiddenOutput
 from stages.models.layouts import check_layout
 from stages.models.numerics import choose_products, rows_multiple, set_numerics
-from stages.models.offload import Residence, has_own_memory
+from stages.models.offload import OffloadableTensors, has_own_memory
 from stages.models.protocol import Rank, Role
 from stages.models.spec import (
     LM_HEAD,
@@ -127,7 +127,7 @@ class RewardModel:
         self._trunk = Trunk(build_trunk(self._blueprint, weights), model.trunk_cache_mb << 20) if frozen else None
         self._model = build_role(self._blueprint, _ROLE, weights)
         models = [self._model] if self._trunk is None else [self._trunk.model, self._model]
-        self._weights = Residence(lambda: (parameter for model in models for parameter in model.parameters()))
+        self._weights = OffloadableTensors(lambda: (parameter for model in models for parameter in model.parameters()))
         self._trainer: Trainer | None = None
         self._kept: list[Tensor] | None = None
         if total_steps is not None:
@@ -408,7 +408,7 @@ class NextTokens:
         self._blueprint = Blueprint(model, spec, layout, joined, kernels, products)
         self._max_tokens = max_tokens
         self._model = build_role(self._blueprint, Role.REFERENCE, read_weights(model.path))
-        self._weights = Residence(lambda: self._model.parameters())
+        self._weights = OffloadableTensors(lambda: self._model.parameters())
 
     def sleep(self) -> None:
         """Free the device until the next call of `likeliest`: move the weights to the host's memory. If the device has

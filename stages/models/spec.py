@@ -200,16 +200,14 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _max_positions(config: Mapping[str, Any], family: Family) -> int:
-    """Return the number of tokens in the longest supported row. With a sliding window it is at most the window's
-    length, because attention is computed without a window."""
+    """Return the longest supported row: at most the sliding window, because attention is computed without one."""
     positions = int(config["max_position_embeddings"])
     window = config["sliding_window"] if family.windowed else None
     return positions if window is None else min(positions, int(window))
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary embedding's settings: the value of `rope_scaling` in config.json, or of `rope_parameters` if
-    `rope_scaling` is missing or empty. Return an empty mapping if config.json has neither."""
+    """Return config.json's settings of the rotary embedding, under either of their two names."""
     rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope
 
@@ -312,14 +310,9 @@ def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
 
 
 def _divides(spec: ModelSpec, tensor: int) -> bool:
-    """Return True if `tensor` tensor-parallel ranks can divide the heads without padding. A group is one key-value head
-    and the query heads that use it. There are two cases:
-
-    - Every rank has the same number of whole groups.
-    - The number of ranks is a multiple of the number of groups. The number of ranks also divides the number of query
-      heads and the number of rows of the fused projection. Several ranks then divide the query heads of a group, and
-      share its key-value head.
-    """
+    """Return True if `tensor` ranks can divide the heads without padding: each has whole groups (a key-value head with
+    its query heads), or several ranks share a group, and divide the query heads and the rows of the fused
+    projection."""
     if spec.num_kv_heads % tensor == 0:
         return True
     fused = spec.q_size + 2 * spec.kv_size

@@ -189,15 +189,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
-    """Return the blocks of this rank's part of the vocabulary, as slices of range(`width`). The forward and the
-    backward pass use the same blocks."""
+    """Return the blocks of this rank's vocabulary, the same for forward and backward pass."""
     size = max(MIN_BLOCK, BLOCK_BYTES["cpu" if device.type == "cpu" else "cuda"] // (4 * max(1, num_tokens)))
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return the hidden states as `_logits` needs them: rounded to the weight's dtype, and on a CPU then held in
-    float32."""
+    """Return the hidden states in the weight's dtype, on a CPU held in float32."""
     rounded_NH = hidden_NH.to(weight_VH.dtype)
     return rounded_NH.float() if rounded_NH.is_cpu else rounded_NH
 
@@ -231,15 +229,13 @@ def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: P
 
 
 def _columns_in_block(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return two tensors [N]: True for each target in the block, and the target's column in the block (0 if
-    outside)."""
+    """Return for each target whether it is in the block, and its column there (0 if outside)."""
     inside_N = (target_N >= block.start) & (target_N < block.stop)
     return inside_N, torch.where(inside_N, target_N - block.start, 0)
 
 
 def _cut(distribution: Distribution, block: slice) -> Distribution:
-    """Return the distribution with token ids relative to the block's first token. Tokens of other blocks are left
-    out."""
+    """Return the distribution with the token ids of one block, relative to its first token."""
 
     def local(tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(t - block.start for t in tokens if block.start <= t < block.stop)

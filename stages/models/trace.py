@@ -203,8 +203,7 @@ def rows_of(batch: TraceBatch, number: int) -> Rollout:
 
 
 def _sent_shape(gang: TracedGang, role: Role, batch: TraceBatch) -> list[int]:
-    """Return the shape of the hidden states that pipeline stages send each other. A stage receives the shape before the
-    hidden states."""
+    """Return the shape of the hidden states that pipeline stages send each other."""
     shards = gang.layout.tensor if gang.layout.sequence_parallel else 1
     return [-(-batch.size.tokens // shards), 1, read_spec(gang.model.path_of(role)).hidden_size]
 

@@ -50,7 +50,7 @@ from stages.models.config import Offload, OptimizerConfig
 from stages.models.forward import KeptForwards, MicroBatch, Trunk, run_backward
 from stages.models.gradient_buffers import Loss, complete_weights, in_buffers, registering, settle, unbind
 from stages.models.matrix_optimizers import MatrixOptimizer, parts_of
-from stages.models.offload import Residence, allocate, release, storages
+from stages.models.offload import OffloadableTensors, allocate, release, storages
 from stages.models.protocol import NonFiniteGradientsError, Role
 from stages.ppo.losses import LossStats
 
@@ -158,8 +158,8 @@ class Trainer:
                 group["foreach"], group["fused"] = False, True
         else:
             inner.optimizer = BlockAdamW(self._adam, self._moments_dtype)
-        self.weights = Residence(model.parameters)
-        self.optimizer_state = Residence(self._beside_weights)
+        self.weights = OffloadableTensors(model.parameters)
+        self.optimizer_state = OffloadableTensors(self._beside_weights)
         """Master weights and moments, which `sleep` offloads separately from the weights."""
         self._keeps_gradients = offload == "none"
         self._release_gradients()
@@ -312,9 +312,8 @@ class Trainer:
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """Set the version, and mark it as not committed (`dirty`). Drop hidden states that are still kept from forward
-        passes with the previous version. An update normally drops them earlier. It does not if all its minibatches are
-        empty, or if the role is not trained."""
+        """Set the version, not committed yet (`dirty`). Forget forward passes of the previous version, which an update
+        without minibatches, or of an untrained role, has not used."""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -324,8 +323,7 @@ class Trainer:
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
-        """Return the torch optimizer that Megatron's optimizer wraps. It is torch's AdamW, or the `BlockAdamW` or
-        `MatrixOptimizer` that `__init__` put in its place."""
+        """Return the torch optimizer that Megatron's optimizer wraps."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
 
@@ -381,20 +379,14 @@ class Trainer:
         return architecture
 
     def _set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate and the weight decay. Norms and biases do not decay. (Megatron's scheduler, which is
-        not used, would set both in this way.)"""
+        """Set learning rate and weight decay as Megatron's scheduler would. Norms and biases do not decay."""
         for group in self._adam.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def _step(self) -> tuple[float, bool]:
-        """Unscale the gradients in the buffers, clip them to the global norm, and make one optimizer step. If the norm
-        is not finite, make no step.
-
-        Returns:
-            The norm, and an overflow flag. The flag is True if the gradients overflowed at a loss scale above its
-            minimum. The call has then lowered the scale. The norm and the flag are the same on all ranks.
-        """
+        """Clip the gradients to the global norm and make one optimizer step, unless the norm is not finite. Return the
+        norm, and True if gradients overflowed at a loss scale that was then lowered. Both are the same on all ranks."""
         (inner,) = self._optimizer.chained_optimizers
         overflow = False
         if self._gradients_in_fp32:
@@ -411,8 +403,7 @@ class Trainer:
         return norm, overflow
 
     def _approx_kl(self, stats: list[LossStats]) -> float:
-        """Return the approx_kl of a minibatch, in nats per token: the weighted mean over the tokens of all ranks. It is
-        the sum of the micro-batches' shares of this mean. A collective call."""
+        """Return a minibatch's approx_kl in nats per token, over all ranks. A collective call."""
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:

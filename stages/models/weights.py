@@ -34,8 +34,8 @@ def stage_parts(model: GPTModel, blueprint: Blueprint) -> Iterator[HFPart]:
 
 
 def _trained(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Tensor]]:
-    """Yield (name within its block or model, block, data) for each trained parameter of the stage. The block is None
-    for parameters outside the blocks. The last stage's copy of a tied embedding is left out."""
+    """Yield (name, block or None, data) of each trained parameter, without the last stage's copy of a tied
+    embedding."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if parameter.requires_grad and not getattr(parameter, "shared", False):
             yield name, block, parameter.detach()

@@ -156,9 +156,8 @@ def _candidates() -> Iterator[Path]:
 
 
 def _processor() -> str:
-    """Return the processor's model and features, on which -march=native depends. A library's name depends on them,
-    because machines with different processors may share a cache folder. If there is no /proc/cpuinfo, return what
-    Python's `platform` says about the processor."""
+    """Return what -march=native depends on. It is part of a library's name, since machines with different processors
+    may share a cache folder."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.machine()} {platform.processor()}"

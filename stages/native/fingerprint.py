@@ -88,9 +88,8 @@ def _processor_flags() -> frozenset[str]:
 
 
 def _matrix_registers(flags: frozenset[str]) -> str:
-    """Return "granted" or "refused": whether this process may use the processor's matrix registers. Return "none" if
-    the processor has none. The function makes the same request as the C kernels, because a sandbox or an older Linux
-    may refuse registers that the processor has."""
+    """Return "granted", "refused" or "none". The C kernels make the same request: a sandbox or an older Linux may
+    refuse registers that the processor has."""
     if "amx_bf16" not in flags or platform.machine() != "x86_64":
         return "none"
     granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0

@@ -163,11 +163,8 @@ def gae(
 
 
 def _discounted_sums(x_t: Float[Tensor, "rows seq"], factor: float) -> Float[Tensor, "rows seq"]:
-    """Return y_t = x_t + factor * y_{t+1} for all t.
-
-    The loop adds one token after another, so that the result has the same bits as the recursion. It works in place on
-    the transposed array, where all rows of a token lie together, so that each token takes only two numpy calls.
-    """
+    """Return y_t = x_t + factor * y_{t+1}. The loop has the bits of the recursion. On the transposed array all rows of
+    a token lie together, so each token takes two numpy calls."""
     y = x_t.t().contiguous().numpy()
     y_tp1, discounted = np.zeros_like(y[:1]), np.empty_like(y[:1])
     for t in reversed(range(len(y))):
@@ -249,8 +246,8 @@ def rewards_to_go(
 
 
 def _centred(x: Tensor, groups: Groups) -> Tensor:
-    """Return each row's x minus the mean of its group. The result is exactly 0 in a group whose counted rows all have
-    the same x, and in rows that do not count."""
+    """Return x minus the mean of its group: exactly 0 where all counted rows are equal, and in rows that do not
+    count."""
     means = _sums(x, groups) / _sizes(groups, x).clamp(min=1)
     varies = groups.counted & ~equal_groups(x, groups)[groups.number]
     return torch.where(varies, x - means[groups.number], 0)

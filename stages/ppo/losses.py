@@ -243,8 +243,8 @@ def value_loss(
 
 
 def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
-    """Return u = exp(log_ratio), bounded to exp(MAX_LOG_RATIO) where a clip replaces large ratios anyway. Without
-    the bound u could be infinite, and its gradient would be 0 times infinity, which is NaN."""
+    """Return exp(log_ratio), bounded where a clip replaces large ratios anyway. An infinite ratio's gradient would be
+    NaN."""
     clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
     return torch.exp(torch.where(clipped, log_ratio.clamp(max=MAX_LOG_RATIO), log_ratio))
 
@@ -268,9 +268,8 @@ def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor
 def _anchored(
     log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the log-probs of the anchor, and two versions of the importance weight w = pi_prox / mu: after
-    `cfg.correction` and before it. The anchor is pi_prox under `anchor: proximal`, and mu under `anchor: sampler`.
-    Under `anchor: sampler`, the corrected weight is 1, and the uncorrected weight is None."""
+    """Return the log-probs of the anchor, and the weight w = pi_prox / mu after and before `cfg.correction`. The anchor
+    is pi_prox, or under `anchor: sampler` mu, with the weights 1 and None."""
     if cfg.anchor == "sampler":
         return log_mu, torch.ones_like(log_mu), None
     log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
@@ -294,12 +293,9 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """Return rho_t * k_t(pi, pi_ref), 0 outside the mask. k is the KL estimator, and only k has a gradient. rho is the
-    importance weight pi / mu, corrected by `cfg.correction`.
-
-    Before the first optimizer step of the update, pi is pi_prox. rho then equals the weight w of the policy term,
-    except under `anchor: sampler` or `proximal: sampler`, where w is 1.
-    """
+    """Return rho_t * k_t(pi, pi_ref), 0 outside the mask. Only the KL estimator k has a gradient. rho is pi / mu,
+    corrected by `cfg.correction`; before the first optimizer step it equals the policy term's weight w, unless `anchor`
+    or `proximal` is `sampler`, where w is 1."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
@@ -308,8 +304,7 @@ def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg:
 
 
 def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:
-    """Return True for each token whose weight is above the cap. Under `correction: mask` also return True for each
-    token whose weight is below 1 / cap."""
+    """Return True for tokens whose weight is above the cap, or under `correction: mask` below 1 / cap."""
     outside = w > cfg.correction_cap
     return outside | (w < 1 / cfg.correction_cap) if cfg.correction == "mask" else outside
 

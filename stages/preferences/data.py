@@ -168,8 +168,7 @@ def _prompt_groups(judged: JudgedRows) -> list[Group]:
 
 
 def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
-    """Return one array for each integer from 0 to the largest in `numbers`. The array has the indices at which
-    `numbers` contains the integer, in ascending order."""
+    """Return for each integer up to the largest in `numbers` the indices at which it occurs."""
     return np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
 
 
@@ -197,8 +196,7 @@ def _token_rows(judgement: Judgement, tokenizer: Tokenizer) -> Iterator[list[int
 
 
 def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a text that continues another text. Tokens that the tokenizer puts at the beginning of every
-    text, such as BOS, are left out."""
+    """Return the tokens of a text that continues another, without BOS and the like."""
     tokens, beginning = tokenizer.encode(text), tokenizer.encode("")
     return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else tokens
 

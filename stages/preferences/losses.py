@@ -108,8 +108,7 @@ def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
 
 
 def _positions(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return, for each row of the training set, its position in a micro-batch, or -1 if the row is not in the
-    micro-batch. `rows`: the rows of the micro-batch; `NO_ROW` is padding."""
+    """Return each row's position in a micro-batch of `rows`, or -1 if it is not there. `NO_ROW` is padding."""
     position = np.full(num_rows, -1, np.int64)
     real = rows != NO_ROW
     position[rows[real]] = np.flatnonzero(real)

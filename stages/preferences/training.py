@@ -189,15 +189,8 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
-    """Compare the scores of a student (`scores`) with the mean scores of its teachers (`targets`). The accuracy of
-    scores is the share of the judged pairs that the scores order as people did. Return:
-
-    - `agreement`: share of the judged pairs that student and teachers order alike
-    - `spearman`: rank correlation of the student's and the teachers' scores
-    - `teacher_accuracy`: accuracy of the teachers' scores
-    - `accuracy_of_teachers`: accuracy of the student as a share of `teacher_accuracy`; infinity if `teacher_accuracy`
-      is 0
-    """
+    """Compare a student's scores with the mean scores of its teachers (`targets`). The accuracy is the share of judged
+    pairs that scores order as people did; `accuracy_of_teachers` is the student's as a share of the teachers'."""
     better, worse = judged.pairs.better, judged.pairs.worse
     of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
     teacher = float(of_teacher.mean())
@@ -239,8 +232,8 @@ def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]
 
 
 def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[list[Group], bool]]:
-    """Yield (groups, validates) for each optimizer step: its groups, and True if a validation follows the step. The
-    validations of an epoch are evenly spread. A validation follows the last step of each epoch."""
+    """Yield each optimizer step's groups, and True if a validation follows: evenly spread, one after each epoch's last
+    step."""
     for steps in epochs:
         after = {math.ceil(len(steps) * (number + 1) / validations) for number in range(validations)}
         for number, groups in zip(itertools.count(1), steps):

@@ -22,7 +22,7 @@ ROOT = "http://run.test"
 
 
 def view(admitted: int) -> GraphView:
-    """Of a run in step 20: one score runs, one is queued."""
+    """Return the view of a run in step 20, with one running and one queued score."""
     states = {("score", 20, 0): NodeState.RUNNING, ("score", 20, 1): NodeState.QUEUED}
     statuses = [
         NodeStatus(node, states.get((node.stage, node.address.step, node.address.shard), NodeState.WAITING))

@@ -143,9 +143,9 @@ def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completio
 
 
 def assert_a_row_fails_alone(engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-    """Under weights that make rows with BAD_TOKEN fail: such a row's call ends with an error that names it; calls of
-    others go on, and later rows that get its part of the cache find nothing of it there, nor do those of the next
-    weights, which are `model`'s."""
+    """Load weights under which rows with BAD_TOKEN fail. The call of such a row ends with an error that names it, and
+    other calls continue. Later rows that get its part of the cache find nothing of it there, and neither do rows of the
+    next weights, the weights of `model`."""
     overflowing = copy.deepcopy(model)
     overflow_after(overflowing)
     can, version = engine.capabilities, engine.version + 1

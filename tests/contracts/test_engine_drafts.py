@@ -228,8 +228,8 @@ class BusyDrafter(WrongDrafter):
 
 @pytest.mark.usefixtures("longest_drafts")
 def test_rows_go_before_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that arrives during a lesson is accepted meanwhile and runs next: no second lesson comes first. When it is
-    done, learning goes on."""
+    """A row that arrives during a lesson is accepted meanwhile and runs next, before a second lesson. Learning
+    continues when the row is done."""
     drafter = BusyDrafter()
     for share in ("TRAIN_SHARE", "BUSY_TRAIN_SHARE"):
         monkeypatch.setattr(calibration, share, 1.0)

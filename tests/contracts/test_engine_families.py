@@ -56,7 +56,7 @@ def test_bfloat16_stays_close(tmp_path: Path, family: str, kernels: str) -> None
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", ["Qwen 2.5", "Qwen 3"])
 def test_new_weights_in_part_and_whole(tmp_path: Path, family: str, kernels: str) -> None:
-    """One bias or norm of those that lie fused together, then all tensors."""
+    """First one bias or norm of several that are fused together is replaced, then all tensors."""
     old, new = random_model(family), random_model(family, seed=1)
     old.save_pretrained(tmp_path)
     name = "model.layers.1.self_attn." + ("k_proj.bias" if family == "Qwen 2.5" else "k_norm.weight")

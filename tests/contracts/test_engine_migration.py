@@ -1,5 +1,5 @@
-"""An embedded engine whose rows may migrate: the contract, and rows that go on where the model is divided otherwise.
-What migration itself can get wrong is in tests/unit/stages/engines/embedded/migration."""
+"""An embedded engine whose rows may migrate: the contract, and rows that continue where the model is divided
+differently. tests/unit/stages/engines/embedded/migration tests what migration itself can get wrong."""
 
 from __future__ import annotations
 

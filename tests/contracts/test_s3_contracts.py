@@ -158,7 +158,7 @@ def test_another_process_writes_are_seen(bucket: str) -> None:
 
 
 def test_a_damaged_attempt_is_left_to_its_readers(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`recover` names it and goes on with the others. It removes it if the arrays are at their chunk keys already."""
+    """`recover` names it and continues with the others. It removes it if the arrays are at their chunk keys already."""
     url, damaged, sound = f"{bucket}/{uuid.uuid4().hex}", Address("generate", 0), Address("generate", 1)
     ledger, run = Ledger(f"{url}/ledger"), files.open_root(url)
     store = RolloutStore(url, ledger, LAYOUTS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from storage.errors import DamagedWeights, MissingOutput
-from storage.weights import WeightAttempt, WeightBoard, placed
+from storage.weights import WeightBoard, WeightWrite, placed
 from tests.support.processes import exit_status
 
 HERE = """
@@ -46,13 +46,13 @@ def in_parts() -> dict[str, np.ndarray]:
     return {place.name: g.standard_normal(place.shape).astype(place.dtype) for place in PLACES}
 
 
-def put(board: WeightBoard, attempt: WeightAttempt, whole: dict[str, np.ndarray], index: int) -> None:
+def put(board: WeightBoard, write: WeightWrite, whole: dict[str, np.ndarray], index: int) -> None:
     """Put part `index` of 2: rows of one tensor, columns of another."""
     rows, columns, empty = PLACES
-    board.put(attempt, rows, whole["rows"][4 * index : 4 + 2 * index], 4 * index * 5 * 4)
+    board.put(write, rows, whole["rows"][4 * index : 4 + 2 * index], 4 * index * 5 * 4)
     cut = [slice(0, 3), slice(3, 7)][index]
-    board.put(attempt, columns, whole["columns"][:, cut], cut.start * 8, 7 * 8)
-    board.put(attempt, empty, whole["empty"])
+    board.put(write, columns, whole["columns"][:, cut], cut.start * 8, 7 * 8)
+    board.put(write, empty, whole["empty"])
 
 
 def run(script: str, directory: Path) -> int:
@@ -86,17 +86,17 @@ def test_bfloat16_keeps_its_bit_pattern(board: WeightBoard) -> None:
 
 def test_parts_of_several_writers_make_the_version_that_one_publishes(board: WeightBoard, tmp_path: Path) -> None:
     whole = in_parts()
-    with board.attempt(1, PLACES) as attempt:
+    with board.begin_write(1, PLACES) as write:
         other = WeightBoard(board.directory)
-        assert other.sees(attempt)
+        assert other.sees(write)
         for writer, index in ((other, 1), (board, 0)):
-            put(writer, attempt, whole, index)
+            put(writer, write, whole, index)
         assert board.available() == []
-        sums = board.sums(attempt, PLACES[1:]) | other.sums(attempt, PLACES[:1])
-        manifest = board.finish(attempt, sums)
+        sums = board.sums(write, PLACES[1:]) | other.sums(write, PLACES[:1])
+        manifest = board.finish(write, sums)
     with WeightBoard(tmp_path / "whole") as alone:
         expected = alone.publish(1, whole)
-        assert not alone.sees(attempt)
+        assert not alone.sees(write)
         assert (manifest.tensors, manifest.digest) == (expected.tensors, expected.digest)
         assert (board.directory / manifest.file).read_bytes() == (alone.directory / expected.file).read_bytes()
     with board.open(1) as lease:
@@ -104,14 +104,14 @@ def test_parts_of_several_writers_make_the_version_that_one_publishes(board: Wei
     assert sorted(p.name for p in board.directory.iterdir()) == sorted([manifest.file, "v000001.json"])
 
 
-def test_an_attempt_that_fails_leaves_nothing(board: WeightBoard) -> None:
-    def attempted() -> None:
-        with board.attempt(1, PLACES) as attempt:
-            put(board, attempt, in_parts(), 0)
+def test_a_write_that_fails_leaves_nothing(board: WeightBoard) -> None:
+    def failed_write() -> None:
+        with board.begin_write(1, PLACES) as write:
+            put(board, write, in_parts(), 0)
             raise ConnectionError("a writer is lost")
 
     with pytest.raises(ConnectionError):
-        attempted()
+        failed_write()
     assert list(board.directory.iterdir()) == []
 
 
@@ -119,29 +119,29 @@ def test_parts_of_a_version_that_exists_are_only_compared(board: WeightBoard) ->
     whole = in_parts()
     first = board.publish(1, whole)
     before = (board.directory / first.file).read_bytes()
-    with board.attempt(1, PLACES) as attempt:
+    with board.begin_write(1, PLACES) as write:
         for index in range(2):
-            put(board, attempt, whole, index)
-        assert board.finish(attempt, board.sums(attempt, PLACES)) == first
+            put(board, write, whole, index)
+        assert board.finish(write, board.sums(write, PLACES)) == first
         for name in ("rows", "columns"):
             changed = whole[name].copy()
             changed[-1, -1] += 1  # both tensors' last numbers are in part 1
-            put(board, attempt, whole | {name: changed}, 0)
+            put(board, write, whole | {name: changed}, 0)
             with pytest.raises(ValueError, match="v1 are published already"):
-                put(board, attempt, whole | {name: changed}, 1)
-    with pytest.raises(ValueError, match="v1 are published already"), board.attempt(1, PLACES[:1]):
+                put(board, write, whole | {name: changed}, 1)
+    with pytest.raises(ValueError, match="v1 are published already"), board.begin_write(1, PLACES[:1]):
         pass
     assert (board.directory / first.file).read_bytes() == before
 
 
-def test_of_two_attempts_the_first_to_finish_wins(board: WeightBoard) -> None:
+def test_of_two_writes_the_first_to_finish_wins(board: WeightBoard) -> None:
     whole = in_parts()
-    with board.attempt(1, PLACES) as attempt:
+    with board.begin_write(1, PLACES) as write:
         winner = WeightBoard(board.directory).publish(1, whole)
-        assert winner.file != attempt.file
+        assert winner.file != write.file
         for index in range(2):
-            put(board, attempt, whole, index)
-        assert board.finish(attempt, board.sums(attempt, PLACES)) == winner
+            put(board, write, whole, index)
+        assert board.finish(write, board.sums(write, PLACES)) == winner
     assert sorted(p.name for p in board.directory.iterdir()) == sorted([winner.file, "v000001.json"])
 
 

@@ -35,7 +35,7 @@ def _device_is_open() -> None:
         torch.cuda.synchronize()
 
 
-class LeftOut(pytest.Module):
+class SkippedModule(pytest.Module):
     """A file that is not even imported. All of them skip in one place with one reason, so the summary has one line."""
 
     def collect(self) -> list[pytest.Item]:
@@ -45,5 +45,5 @@ class LeftOut(pytest.Module):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     if CUDA or RUNS_WITHOUT_CUDA.get(module_path.name, False):
         return None
-    module: pytest.Module = LeftOut.from_parent(parent, path=module_path)
+    module: pytest.Module = SkippedModule.from_parent(parent, path=module_path)
     return module

@@ -87,7 +87,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """Of numbers around 1: bfloat16 keeps 8 bits."""
+    """Return the tolerance for numbers around 1. bfloat16 keeps 8 bits."""
     return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-2}
 
 

@@ -106,7 +106,8 @@ def test_advantages_of_a_group_are_those_of_its_scores(grouped: RunConfig) -> No
 def test_one_that_goes_on_ends_as_one_that_was_never_stopped(
     folder: Path, grouped: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two steps and no checkpoint: new processes make the updates again from what is stored, and go on."""
+    """Run two steps without a checkpoint. New processes make the updates again from the stored outputs, and
+    continue."""
     shorter = finish_in(folder, "grouped-shorter", *GRPO, *QUIET, "steps=2")
     assert main(["resume", str(shorter.run_dir), f"steps={STEPS}", "seed=9"]) == 2
     assert "resumed with" not in "".join(capsys.readouterr())

@@ -1,4 +1,4 @@
-"""Pages that people see while a run goes on and after its end, of a whole tiny run with real processes."""
+"""The pages of a whole tiny run with real processes, while the run is driven and after its end."""
 
 from __future__ import annotations
 

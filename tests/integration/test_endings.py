@@ -106,7 +106,8 @@ def test_a_closed_terminal_ends_a_run_as_ctrl_c_does(folder: Path) -> None:
 
 
 def test_what_a_killed_run_leaves_goes_with_the_next_one(folder: Path) -> None:
-    """Another run, after SIGKILL of all processes; and what was killed goes on without the weights that were there."""
+    """All processes of a run are killed with SIGKILL. Another run removes what it left, and the killed run continues
+    without the weights that were there."""
     command = [sys.executable, "-m", "pipeline.cli", "run", *arguments(folder, "killed", *QUIET)]
     config = configure(folder, "killed", *QUIET)
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True) as driver:

@@ -435,7 +435,7 @@ def test_a_replica_that_does_not_come_up_is_left_out_and_works_when_it_does(star
 
 
 def test_a_replica_with_other_numerics_is_left_out_and_tried_again(start: Callable[..., Run]) -> None:
-    """Its numbers would differ, and nobody needs them: the others go on. Back on its old host, it works again."""
+    """Its numbers would differ, and nobody needs them, so the others continue. Back on its old host, it works again."""
     run = start(steps=2, staleness=0)
     run.refused["generate", 1] = "computes with others"
     held = run.control("generate-1-0@*", "hold")

@@ -1,5 +1,5 @@
-"""Disks that fill up under a run, real ones: a clear error with the path and exit code 3, nothing corrupt; and once
-there is room, `resume` comes to what a run comes to that always had it."""
+"""Real disks that fill up under a run. The error is clear and names the path, the exit code is 3, and nothing is
+corrupt. Once there is room, `resume` gives the results of a run that always had it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A sample of the kill matrix (`make test-faults` runs the whole): processes of a run are killed in the middle of what
-they do, one after the other, the driver and all that it started among them; the run comes to what one comes to that
-nobody touched."""
+"""A sample of the kill matrix (`make test-faults` runs the whole). Processes of a run are killed in the middle of their
+work, one after the other, among them the driver with all that it started. The results are those of an undisturbed
+run."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ def make_host(case: Case, root: Path, directory: Path, index: int = 0, size: int
 
 
 def learn(case: Case, root: Path, directory: Path, index: int = 0, size: int = 1) -> None:
-    """Compute all outputs, make five updates of both models, and go on from a checkpoint, as one rank of `size`. Rank 0
-    leaves its results; every rank asserts what all ranks must see alike."""
+    """Compute all outputs, make five updates of both models, and continue from a checkpoint, as one rank of `size`.
+    Rank 0 leaves its results. Every rank asserts what must be the same on all ranks."""
     host, alone = make_host(case, root, directory, index, size), root / case.alone
     rng = np.random.default_rng(0)
     rollout = random_rollout(rng, ROWS, SEQ)

@@ -78,9 +78,9 @@ def test_a_run_with_moves_is_the_same_run(folder: Path, at_home: dict[str, Any])
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("fault", ["target killed", "target killed late", "target stopped", "source killed"])
 def test_no_row_is_lost_with_a_process(folder: Path, at_home: dict[str, Any], fault: str) -> None:
-    """The target computes nothing from the moment on that it has the rows, until the fault has happened. When it is
-    killed (or stopped: silence), the source goes on with its rows; when the source is, its shard runs again. Late: the
-    source has gone on to the next version meanwhile, so its shard runs again, too, in the same task."""
+    """From the moment it has the rows, the target computes nothing until the fault has happened. When it is killed (or
+    stopped: silence), the source continues its rows. When the source is killed, its shard runs again. `late`: the
+    source has loaded the next version meanwhile, so its shard runs again too, in the same task."""
     name = fault.replace(" ", "-")
     config = two_replicas(folder, name, "cluster.migrate_rows=true", "cluster.deadline_s=12", "cluster.attempts=9")
     control = config.run_dir / "control"

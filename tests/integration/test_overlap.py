@@ -1,10 +1,7 @@
-"""Updates whose exchange overlaps with their passes (`gradient_buffers`) equal those that exchange afterwards.
-
-The gangs here make gradient buckets of a few thousand numbers, so that a tiny model has several. Among two
-data-parallel ranks a sum has two terms, whose order does not matter: all bits are the same. One thing does add up in
-another order: under the distributed optimizer a rank takes the norm of its parts of the buckets. So those cases do not
-clip.
-"""
+"""Updates whose exchange overlaps with their passes (`gradient_buffers`) equal updates that exchange afterwards. The
+gangs here make gradient buckets of a few thousand numbers, so that a tiny model has several. Among two data-parallel
+ranks a sum has two terms, whose order does not matter: all bits are the same. One sum does have another order: under
+the distributed optimizer a rank takes the norm of its parts of the buckets. So those cases do not clip."""
 
 from __future__ import annotations
 

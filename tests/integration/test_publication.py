@@ -16,7 +16,7 @@ from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
 from stages.ppo.config import PPOConfig
 from storage.errors import StoreRefused
-from storage.weights import FilePlace, Manifest, WeightAttempt, WeightBoard
+from storage.weights import FilePlace, Manifest, WeightBoard, WeightWrite
 from tests.support.collectives import run_ranks
 from tests.support.families import random_model
 
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 class FullBoard(WeightBoard):
     """Owns what `WeightBoard` does. Its memory is full."""
 
-    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+    def put(self, write: WeightWrite, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
         raise StoreRefused("full")
 
 

@@ -1,5 +1,5 @@
-"""`stageline reward label` from the command line: a judge labels a run's responses, a file's, and sampled ones; what it
-makes trains a reward model; an interrupted labelling goes on."""
+"""`stageline reward label` from the command line. A judge labels the responses of a run, of a file, and sampled ones.
+The result trains a reward model. An interrupted labelling can be continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An alarm of a whole run: told, counted, and, where the config says so, the end of it; which a resume goes on from."""
+"""An alarm of a whole run is told and counted, and ends the run if the config says so. `resume` continues the run."""
 
 from __future__ import annotations
 

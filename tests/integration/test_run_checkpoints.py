@@ -114,7 +114,8 @@ def test_a_run_passes_over_a_checkpoint_with_a_flipped_bit(two_steps: RunConfig,
 
 
 def test_a_run_passes_over_a_checkpoint_of_another_run(two_steps: RunConfig, folder: Path) -> None:
-    """That run has the same architecture and another seed: its bytes are sound, but its weights are not this run's."""
+    """The other run has the same architecture and another seed. Its bytes are sound, but its weights are not this
+    run's."""
     other = finish(configure(folder, "foreign_other", *CHANGES, ONE_GANG, "steps=2", "seed=1"))
     config = copied(two_steps, folder, "foreign")
     place, foreign = (RunPaths(run.run_dir).checkpoints / "policy" / "v000002" for run in (config, other))

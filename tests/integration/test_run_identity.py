@@ -1,5 +1,5 @@
-"""Runs that go on otherwise than they began: edited, with changes that may be, with lost or damaged files, longer, on
-another machine."""
+"""Runs that continue under other conditions than they began: edited, with allowed changes, with lost or damaged files,
+longer, on another machine."""
 
 from __future__ import annotations
 
@@ -198,8 +198,9 @@ def test_a_run_goes_on_longer_and_evaluates(copy: Path) -> None:
 def test_a_run_that_goes_on_elsewhere_begins_anew_at_a_checkpoint(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine is refused; told to go on, it finds that an update gives other weights, and names the way out,
-    which keeps what it replaces. The checkpoint of version 2 is lost, so that the update that made it runs again."""
+    """Another machine is refused. If the user allows it, the run finds that an update gives other weights, and names
+    the way out, which keeps what it replaces. The checkpoint of version 2 is lost, so that the update that made it runs
+    again."""
     for role in ("policy", "critic"):
         shutil.rmtree(copy / "checkpoints" / role / "v000002")
     history = open_history(read_saved_config(str(copy)))

@@ -1,5 +1,6 @@
-"""A run that a judge behind an endpoint scores: it vanishes, or whoever asks it is killed, and the run goes on, asks
-only what is missing, and ends as one that nothing happened to; the key is written nowhere; replay asks nothing."""
+"""A run that a judge behind an endpoint scores. The judge vanishes, or the process that asks it is killed. The run
+continues, asks only what is missing, and ends like an undisturbed run. The key is written nowhere. `replay` asks
+nothing."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
 def test_a_budget_ends_the_run_which_goes_on_with_a_larger_one(
     folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends as by `alarms.stop`, says why and how to go on; what was sent before the end counts after it."""
+    """It ends as by `alarms.stop`, and says why and how to continue. Requests that were sent before the end count after
+    it."""
     with serving(graded) as served:
         file = str(judged_by(folder, "budgeted", served.url))
         sources = [file, *arguments(folder, "budgeted")[1:], *CHANGES, *QUIET]

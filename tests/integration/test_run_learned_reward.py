@@ -47,7 +47,7 @@ def changes(folder: Path, trained: Path) -> list[str]:
 
 
 def test_scores_are_those_that_the_training_left(trained: Path) -> None:
-    """Of the held-out rows, by prompt and response."""
+    """Compare the scores of the held-out rows, by prompt and response."""
     assert_scores_are_the_trainings(trained, PAIRS)
 
 

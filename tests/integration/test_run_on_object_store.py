@@ -1,5 +1,5 @@
-"""Whole runs whose data is in an object store (`storage.url`), on moto's S3 server: they come to what a run in a
-directory comes to, also when the server fails, and when the driver is killed and the run goes on in another one."""
+"""Whole runs whose data is in an object store (`storage.url`), on moto's S3 server. Their results are those of a run in
+a directory, even if the server fails, or if the driver is killed and another one continues the run."""
 
 from __future__ import annotations
 

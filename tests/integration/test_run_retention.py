@@ -30,7 +30,7 @@ STEPS = 9
 
 
 def contents(config: RunConfig) -> dict[Address, str]:
-    """Of everything that was committed: CRCs of arrays, digests of weights."""
+    """Return the CRCs of the arrays and the digests of the weights of everything that was committed."""
     return {commit.address: commit.content for commit in commits(config)}
 
 
@@ -104,7 +104,7 @@ def test_without_any_checkpoint_the_way_on_is_named_and_works(
 
 
 def test_records_of_what_was_let_go_may_be_damaged(folder: Path, lean: RunConfig, whole: RunConfig) -> None:
-    """They cannot be made again, and nobody needs them: `check` names them, and the run goes on without them."""
+    """They cannot be made again, and nobody needs them. `check` names them, and the run continues without them."""
     config = configure(folder, "scratched", *CHANGES, *KEEP, f"steps={STEPS + 1}")
     shutil.copytree(lean.run_dir, config.run_dir)
     lost = [Address("generate", 1), Address("advantage", 3), Address("update_policy", 2), Address("publish", 3)]

@@ -1,5 +1,5 @@
-"""Runs that end too early: a stage that fails, Ctrl-C and resume, a rank of an engine that dies. What goes on comes to
-what one comes to that was never stopped."""
+"""Runs that end too early: a stage that fails, Ctrl-C and resume, a rank of an engine that dies. A continued run has
+the results of a run that was never stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.processes
 
 
 def digests(config: RunConfig) -> dict[str, list[str | None]]:
-    """Of the weights after every update."""
+    """Return the digests of the weights after every update."""
     ledger = open_history(config).ledger
     return {stage: [commit.digest for commit in ledger.list(stage)] for stage in ("update_policy", "update_critic")}
 

@@ -1,5 +1,5 @@
-"""Whole runs under `rollout.versions: latest`: shards that take newer weights than their edges ask for, and what holds
-all the same: the bound, the commits, what `check` proves, what can be replayed, what a run that goes on keeps."""
+"""Whole runs under `rollout.versions: latest`. Shards take newer weights than their edges ask for. Still the bound
+holds, commits are complete, `check` and `replay` work, and a continued run keeps its versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def versions_of(config: RunConfig) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def late(folder: Path) -> RunConfig:
-    """Step 1 begins with version 0, and goes on when version 1 is there, so that step 2 begins with that."""
+    """Step 1 begins with version 0, and continues when version 1 is there, so that step 2 begins with version 1."""
     with pytest.MonkeyPatch.context() as patch:
         use_runtime(patch, "tests.support.faulty_runtimes:LateRuntime")
         return finish(configure(folder, "late", *LATEST, "evaluate.every=0"))

@@ -39,7 +39,8 @@ def library_of(compiler: str, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """Of a process that loads what was compiled with `FLAGS`: the sanitizer must be there before everything else."""
+    """Return the environment of a process that loads libraries compiled with `FLAGS`. The sanitizer must be loaded
+    first."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("there is no C compiler")

@@ -1,7 +1,7 @@
-"""A run that is given a secret in every place that takes one, on a real MLflow server: it reaches whoever it is for,
-and nothing else that anybody can see. Looked at are every argument of every process while the run goes on, every page
-that its dashboard links to, and every file that it, its commands and the server leave; but for those declared
-`PRIVATE`, which only this user may read."""
+"""A run that is given a secret in every place that takes one, on a real MLflow server. Each secret reaches its
+receiver, and nobody else can see it. The test looks at every argument of every process while the run is driven, every
+page that its dashboard links to, and every file that the run, its commands and the server leave, except for the files
+in `PRIVATE`, which only this user may read."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_no_secret_is_seen_and_all_are_used(
 
 
 def test_an_exchanged_key_is_no_other_run(tmp_path: Path) -> None:
-    """What is stated and hashed has no secrets: with another key the run and its digest are the same."""
+    """Stated and hashed settings have no secrets. With another key, the run and its digest are the same."""
     one, two = (
         load_config([TINY], [f"runs_dir={tmp_path}", f"reward.args={{characters: aeiou, api_key: {key}}}"])
         for key in ("one", "two")

@@ -1,5 +1,5 @@
-"""What is stored and was changed, by a bit or by a hand: found, named, made again; nothing is trained on that is not
-what was written. And a process that dies between a commit and the last of its files leaves no hole."""
+"""Stored data that was changed, by a bit or by a hand, is found, named and made again, and nothing is trained on it. A
+process that dies between a commit and the last of its files leaves no hole."""
 
 from __future__ import annotations
 

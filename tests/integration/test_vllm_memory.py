@@ -1,4 +1,4 @@
-"""What vLLM takes of memory, beside what a run that uses it is predicted to take; skipped where it is not installed."""
+"""Memory that vLLM takes, beside the predicted memory of a run that uses it. Skipped where vLLM is not installed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def with_vllm(folder: Path, name: str, staleness: int) -> RunConfig:
 
 
 def servers() -> list[psutil.Process]:
-    """Of this process's workers."""
+    """Return the engine servers of this process's workers."""
     found = psutil.Process().children(recursive=True)
     return [process for process in found if "serving.server" in command_line(process)]
 

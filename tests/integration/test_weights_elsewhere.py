@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> dict[str, Any]:
-    """Of a run whose gangs share a board."""
+    """Return the results of a run whose gangs share a board."""
     config = finish(one_board(folder, "together"))
     assert fetched_bytes(config) == 0
     return outputs(config)
 
 
 def boards(config: RunConfig) -> dict[str, WeightBoard]:
-    """Those of the trainer and of the generator."""
+    """Return the boards of the trainer and of the generator."""
     paths = RunPaths(config.run_dir)
     return {gang: WeightBoard(paths.board(config.weights_dir(gang))) for gang in ("train", "generate")}
 
@@ -70,8 +70,8 @@ def boards(config: RunConfig) -> dict[str, WeightBoard]:
 def test_a_board_per_host_is_the_same_run(
     folder: Path, together: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read is ordered as soon as it is published, and what nobody reads any more goes from both boards (the
-    orders may still be on their way when the run ends)."""
+    """A version with readers is ordered as soon as it is published. A version that nobody reads any more is removed
+    from both boards (the orders may still be on their way when the run ends)."""
     config = two_boards(folder, "apart")
     left: dict[str, list[int]] = {}
     ordered: list[int] = []

@@ -1,4 +1,4 @@
-"""The whole ladder of `stageline doctor` on this machine, and its job for Slurm."""
+"""All tests of `stageline doctor` on this machine, and its job for Slurm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the job's script does with what Slurm tells it, and with its driver's exit code. A stand-in takes the place of
-Stageline: a job is there in a second."""
+"""The job's script: how it reacts to Slurm's signals, and to its driver's exit code. A stand-in takes the place of
+Stageline, so that a job starts within a second."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_three_demo_steps_on_two_nodes(slurm: SlurmCluster, folder: Path, monkey
 
 
 def test_a_sweep_is_an_array_of_runs(slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of them fails, and keeps the others from nothing; swept again, it goes on alone: the others are done."""
+    """One run fails, and does not hold up the others. Swept again, only this run continues: the others are done."""
     flag = folder / "broken"
     flag.touch()
     reward = ("reward.kind=tests.support.own_rewards:broken", f"reward.args.while_there={flag}")

@@ -1,5 +1,5 @@
-"""Jobs of a real Slurm that lose what they run on, and go on: compared with one that was not disturbed, bit for bit:
-arrays of every stage, digests of every update."""
+"""Jobs of a real Slurm that lose a node or a process, and continue. They are compared bit for bit with an undisturbed
+job: arrays of every stage, digests of every update."""
 
 from __future__ import annotations
 

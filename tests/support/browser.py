@@ -12,7 +12,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing() -> str | None:
-    """What tests of pages need and this machine lacks."""
+    """Return what tests of pages need and this machine lacks, or None."""
     if any(map(shutil.which, NAMES)):
         return None
     return "tests of pages need Chromium (`make browser`, or on Debian: apt-get install chromium)"
@@ -44,7 +44,7 @@ def wide_context(browser: Browser) -> Iterator[BrowserContext]:
 
 @contextmanager
 def empty_page(context: BrowserContext) -> Iterator[Page]:
-    """What goes wrong in its scripts is raised as AssertionError at the end."""
+    """Yield a page. Errors of its scripts are raised as AssertionError at the end."""
     errors: list[str] = []
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))

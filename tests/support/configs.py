@@ -29,7 +29,7 @@ SCORES_APART = (
 
 
 def arguments(folder: Path) -> list[str]:
-    """Of `stageline run`, with the files that `write_config` writes."""
+    """Return the arguments of `stageline run`, with the files that `write_config` writes."""
     return [str(folder / "c.yaml"), f"runs_dir={folder}/runs", f"prompts.url={folder}/prompts.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""What tests of the embedded engine build and compare."""
+"""Helpers for tests of the embedded engine: models, engines and comparisons."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class FakeSlurm:
         (self.folder / "down").write_text(said)
 
     def job_is(self, job: str, state: str) -> None:
-        """What scontrol says of a job from now on."""
+        """Set the state that scontrol reports of a job from now on."""
         (self.folder / f"job-{job}").write_text(f"JobId={job} JobState={state} Reason=None Restarts=0 NodeList=n1\n")
 
     def asked(self) -> list[str]:
@@ -47,5 +47,5 @@ class FakeSlurm:
         return (self.folder / "asked").read_text().split()
 
     def scripts(self) -> list[str]:
-        """That were submitted, in turn."""
+        """Return the submitted scripts, in order."""
         return [path.read_text() for path in sorted((self.folder / "scripts").glob("*"))]

@@ -1,5 +1,5 @@
-"""Runtimes of real stages with one fault each: a process that dies, hangs, is late, or has weights that are not those
-that were trained. A test names one with `use_runtime`."""
+"""Runtimes of real stages with one fault each: a process that dies, hangs, is late, or has other weights than were
+trained. A test names one with `use_runtime`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stages.engines.row_loads import MigrationRequest, PassCost, RowKey
 from stages.models.protocol import PolicyBatch
 from storage import files
 from storage.address import Address
-from storage.weights import FilePlace, WeightAttempt, WeightBoard
+from storage.weights import FilePlace, WeightBoard, WeightWrite
 from tests.support.faulty_sender import first_time, use_faulty_sender
 from tests.support.waiting import until
 
@@ -152,10 +152,10 @@ class HeldRuntime(StageRuntime):
 
 class HeldCopyRuntime(HeldRuntime):
     """A runtime as `HeldRuntime`, but a replica stands still after the first part of the first row that it gets. It
-    goes on computing passes. Rows without a full block of keys and values to copy stay.
+    continues to compute passes. Rows without a full block of keys and values to copy stay.
 
     - `copying@<worker>`: written by the replica then: its process id
-    - `hold`: while it is there, the replica does not go on with that row
+    - `hold`: while it is there, the replica does not continue that row
     """
 
     def _hold(self, engine: MigratingEngine) -> None:
@@ -261,11 +261,11 @@ DAMAGED = 2
 class PerturbingBoard(WeightBoard):
     """Owns what `WeightBoard` does."""
 
-    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
-        turned = next(place.name for place in attempt.places if "down_proj" in place.name)
-        if attempt.version == DAMAGED and place.name == turned:
+    def put(self, write: WeightWrite, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        turned = next(place.name for place in write.places if "down_proj" in place.name)
+        if write.version == DAMAGED and place.name == turned:
             rows = -rows
-        super().put(attempt, place, rows, start, stride)
+        super().put(write, place, rows, start, stride)
 
 
 class PerturbedBoardRuntime(StageRuntime):
@@ -283,11 +283,11 @@ class StaleBoard(WeightBoard):
         super().__init__(directory)
         self.before: dict[tuple[str, int], np.ndarray] = {}
 
-    def put(self, attempt: WeightAttempt, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
-        if attempt.version == DAMAGED:
+    def put(self, write: WeightWrite, place: FilePlace, rows: np.ndarray, start: int = 0, stride: int = 0) -> None:
+        if write.version == DAMAGED:
             rows = self.before[place.name, start]
         self.before[place.name, start] = rows.copy()
-        super().put(attempt, place, rows, start, stride)
+        super().put(write, place, rows, start, stride)
 
 
 class StaleBoardRuntime(StageRuntime):
@@ -317,8 +317,8 @@ INSTRUCTIONS = "of another processor"
 
 
 class OtherBits(StageRuntime):
-    """A runtime as another machine would have it, for runs that go on elsewhere: a trained policy comes out a little
-    different, and the worker says that its processor is another."""
+    """A runtime as on another machine, for runs that are continued elsewhere: a trained policy comes out a little
+    different, and the worker reports another processor."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -378,11 +378,11 @@ class StruckBoard(WeightBoard):
         self._control = control
         self._seen = 0
 
-    def sees(self, attempt: WeightAttempt) -> bool:
-        self._seen += attempt.version == 2
+    def sees(self, write: WeightWrite) -> bool:
+        self._seen += write.version == 2
         if self._seen == 2 and first_time(self._control, "writer"):  # after the look that rank 0 asks all ranks for
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().sees(attempt)
+        return super().sees(write)
 
 
 class DyingScorerRuntime(StageRuntime):

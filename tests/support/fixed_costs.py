@@ -32,7 +32,7 @@ class FixedCosts:
     def overhead(self, node: Node) -> float:
         return self.overhead_s
 
-    def behind_s(self, gang: str, stage: str) -> float:
+    def writeback_s(self, gang: str, stage: str) -> float:
         return self.behind.get(stage, 0.0)
 
     def refit_s(self) -> float:

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server sends."""
+    """The server's reply."""
 
     body: str
     status: int = 200
@@ -25,7 +25,7 @@ class Reply:
 
 
 Judge = Callable[[Mapping[str, Any]], Reply]
-"""What is answered to a request's body; called in a thread of its own."""
+"""Function from a request's body to the reply. It is called in a thread of its own."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ _CHANGES = (
 
 @dataclass
 class Struck:
-    """What became of one run."""
+    """The outcome of one run."""
 
     name: str
     strikes: list[Strike]
@@ -66,13 +66,13 @@ class Struck:
 
 @dataclass(frozen=True)
 class Case:
-    """What a run is like that is struck, where it is not simply started and resumed."""
+    """A kind of run to strike. By default it is started, and then resumed."""
 
     changes: tuple[str, ...] = ()
     made_from: Path | None = None
     """The directory of a run to begin with a copy of; it is resumed then, and never started."""
     resume: tuple[str, ...] = ()
-    """What every `resume` is given."""
+    """Arguments of every `resume`."""
 
 
 PLAIN = Case()
@@ -143,7 +143,7 @@ def compare(struck: Struck, config: RunConfig, reference: RunConfig) -> None:
 
 
 def _drive(config: RunConfig, plan: Path, command: Sequence[str]) -> tuple[int, int, str]:
-    """A driver, from its start to its end: (exit code, its session, what it said). One that is stopped goes on."""
+    """Drive a run from its start to its end. Return exit code, session and output. A stopped driver is continued."""
     said = plan / "said.txt"
     environment = os.environ | {"PYTHONPATH": str(ROOT), FOLDER: str(plan)}
     with said.open("w") as out:
@@ -183,7 +183,8 @@ def _members(session: int) -> list[psutil.Process]:
 
 
 def _look_for_orphans(session: int, struck: Struck) -> None:
-    """Of a driver that has ended. A stopped process cannot see that, and is let go on."""
+    """Note the processes that outlive their driver. A stopped process cannot see that the driver has ended, so it is
+    continued first."""
     for process in _members(session):
         if process.status() == psutil.STATUS_STOPPED:
             process.resume()
@@ -259,7 +260,7 @@ def run_aimed(folder: Path, every: int = 2) -> list[Struck]:
 
 
 def report(results: Sequence[Struck]) -> str:
-    """What was struck how often, and what was not as it should be."""
+    """Return a line with the strikes by signal and by target, and the number of sound runs."""
     strikes = [strike for struck in results for strike in struck.fired]
     by_target = Counter(strike.target.partition("-")[0] if strike.target != GROUP else GROUP for strike in strikes)
     by_signal = Counter(strike.signal for strike in strikes)

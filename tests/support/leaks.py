@@ -81,7 +81,7 @@ class AfterTheSuite:
 
 @dataclass(frozen=True)
 class Opened:
-    """What this process holds at one time."""
+    """Resources that this process holds at one time."""
 
     descriptors: dict[int, str]
     """Target by number, as /proc/self/fd has it: a path, `socket:[1234]`, `anon_inode:[eventpoll]`."""

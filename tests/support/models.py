@@ -83,8 +83,8 @@ def update_both(
     advantages: Advantages,
     answers: tuple[PolicyLogprobs, ReferenceLogprobs, Values],
 ) -> dict[str, float]:
-    """Trains both models on rows that were sampled by the version they have, and returns the metrics, without those
-    that belong to the process."""
+    """Train both models on rows that were sampled by their version. Return the metrics, without those of the
+    process."""
     policy, reference, values = answers
     versions = np.where(rollout.response_mask, step, -1).astype(np.int32)
     now = replace(rollout, token_versions=versions, sampler_logprobs=policy.policy_logprobs)

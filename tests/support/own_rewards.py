@@ -72,7 +72,7 @@ class OddBatches:
 
 
 def seen(samples: Sequence[Sample]) -> list[float]:
-    """What a sample holds, as one number each: 1 where all of it came through."""
+    """Return 1 for each sample if the first one arrived with all its fields, else 0."""
     first = samples[0]
     whole = (
         first.prompt_ids == (97, 98)

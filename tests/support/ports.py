@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack, suppress
 
 _PORTS = range(20_000, 30_000)
-"""Below those that Linux gives to whoever asks for any port (32768 and up), which other tests do all the time."""
+"""Ports below the range from which Linux gives any free port (32768 and up), which other tests use all the time."""
 
 
 def free_ports(number: int) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 from stages.engines.embedded.kernels.cpu.native import NativeKernels, load_native_kernels
 
 NEEDED = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
-"""What kernels can be compiled for (gcc's and clang's -march), and what the CPU must have to run them."""
+"""Target of gcc's and clang's -march -> feature that the CPU must have to run it."""
 
 _COMPILER = """#!/bin/sh
 for argument do
@@ -29,7 +29,7 @@ exec {compiler} "$@"
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 KERNELS = ("torch", pytest.param("native", marks=needs_compiler))
-"""What an engine on this CPU can be told to use."""
+"""Values of the setting `kernels` for an engine on this CPU."""
 
 
 @functools.cache

@@ -47,7 +47,7 @@ class WrittenRun:
     eval_every: int = 2
     parts: bool = False
     gain: float = 0.1
-    """Of the score, from a step to the next."""
+    """Gain of the score from a step to the next."""
     settings: dict[str, object] = field(default_factory=dict)
     sameness: Sameness = SAME
     events: tuple[Event, ...] = ()

@@ -44,7 +44,8 @@ def assert_scores_are_the_trainings(run: Path, pairs: Path) -> None:
 
 
 def change_config(directory: str | Path, **changes: object) -> None:
-    """Of what config.json of an exported model says; None takes an entry out. On purpose: the sums of the export go."""
+    """Change entries of an exported model's config.json; None removes an entry. The export's checksums are removed, on
+    purpose."""
     (Path(directory) / "export.json").unlink(missing_ok=True)
     file = Path(directory) / "config.json"
     content = json.loads(file.read_text()) | changes

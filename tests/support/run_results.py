@@ -1,4 +1,4 @@
-"""What whole runs of a test come to."""
+"""Results of a test's whole runs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def steps_of(config: RunConfig, stage: str) -> list[Rollout]:
 
 
 def process_id(config: RunConfig, worker: str) -> int:
-    """Of the newest process of a worker, from the head of its log."""
+    """Return the process id of a worker's newest process, from the head of its log."""
     lines = (RunPaths(config.run_dir).logs / f"{worker}.log").read_text().splitlines()
     return int(next(line for line in reversed(lines) if line.startswith("----")).rpartition(" ")[2])

@@ -32,7 +32,7 @@ ONE_GANG = placement("{all: {}}", others="all")
 
 
 def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
-    """Of `stageline run`, with all that it writes below `folder`."""
+    """Return the arguments of `stageline run` for a run that writes everything below `folder`."""
     fixed = (f"runs_dir={folder}/runs", f"name={name}", f"prompts.url={TINY_PROMPTS}", "cluster.dashboard=null")
     return [str(TINY), *fixed, *overrides]
 

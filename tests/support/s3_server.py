@@ -93,7 +93,7 @@ def _answer(status: int, start_response: Callable[..., Any]) -> Iterable[bytes]:
 
 @contextmanager
 def serving(faults: Faults) -> Iterator[str]:
-    """Serve S3 with one bucket, to this process and to those that it starts. Yield the bucket's URL."""
+    """Serve S3 with one bucket, to this process and its children. Yield the bucket's URL."""
     server = werkzeug.make_server("127.0.0.1", 0, faults, threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -29,7 +29,7 @@ from tests.support.waiting import until
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 PACKAGES = "munge slurmctld slurmd slurm-client"
-"""Of Debian and Ubuntu."""
+"""Packages of Debian and Ubuntu."""
 PARTITION, URGENT = "all", "urgent"
 """Jobs of the second one have those of the first requeued where they need their nodes."""
 MOST_GPUS = 8
@@ -84,7 +84,7 @@ AccountingStorageType=accounting_storage/none
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says that it has."""
+    """The resources that a node reports."""
 
     cpus: int = 4
     gpus: int = 0
@@ -92,7 +92,7 @@ class Node:
 
 
 def missing() -> str | None:
-    """What of Slurm this machine lacks, and how to get it; None: nothing."""
+    """Return the parts of Slurm that this machine lacks, and how to get them; None: nothing is missing."""
     absent = [name for name in (*DAEMONS, *COMMANDS) if _which(name) is None]
     if not absent:
         return None
@@ -120,14 +120,15 @@ class SlurmCluster:
             self._stack = stack.pop_all()
 
     def call(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm's prints."""
+        """Return the output of one of Slurm's commands."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.stderr or done.stdout}")
         return done.stdout
 
     def state(self, job: str) -> str:
-        """Of a job, or of the first component of a heterogeneous one: PENDING, RUNNING, COMPLETED, …"""
+        """Return the state of a job, or of the first component of a heterogeneous one: PENDING, RUNNING, COMPLETED,
+        …"""
         return self.show(job)["JobState"]
 
     def show(self, job: str) -> dict[str, str]:
@@ -135,8 +136,8 @@ class SlurmCluster:
         return self._components(job)[0]
 
     def may_start(self, job: str, restarts: int) -> bool:
-        """Whether a job was requeued so often, its last start is gone, and slurmd has forgotten that it was killed,
-        for which Slurm waits two minutes."""
+        """Return True if a job was requeued so often, its last start has ended, and slurmd has forgotten that it was
+        killed, for which Slurm waits two minutes."""
         shown = self._components(job)
         submitted = max(time.mktime(time.strptime(one["SubmitTime"], "%Y-%m-%dT%H:%M:%S")) for one in shown)
         requeued = all((one["JobState"], one["Restarts"]) == ("PENDING", str(restarts)) for one in shown)
@@ -189,7 +190,7 @@ class SlurmCluster:
         self._wait_for_nodes()
 
     def processes(self) -> list[int]:
-        """Of all jobs: what was started with this Slurm's configuration in its environment by a step."""
+        """Return the processes of all jobs: those with this Slurm's configuration in their environment."""
         return processes_with(f"SLURM_CONF={self.root}/slurm.conf", "SLURM_JOB_ID=")
 
     def close(self) -> None:
@@ -279,7 +280,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _depth(pid: int) -> int:
-    """Of a process below init; 0 where it is gone."""
+    """Return the number of ancestors of a process below init; 0 if it has ended."""
     with suppress(psutil.NoSuchProcess):
         return len(psutil.Process(pid).parents())
     return 0

@@ -49,7 +49,7 @@ def submitted(folder: Path, name: str, *changes: str) -> tuple[RunConfig, str]:
     """A run that was submitted, and its job's number."""
     file, *overrides = arguments(folder, name, PLACED, *JOB, *changes)
     assert main(["submit", file, *overrides]) == 0
-    config = load_config([file], overrides)
+    config = load_config([file], [*overrides, "cluster.kind=attached"])  # as the job has it
     return config, job_of(config)
 
 
@@ -66,7 +66,7 @@ def printed(config: RunConfig) -> str:
 
 
 def updated(config: RunConfig, step: int) -> bool:
-    """Whether both updates of a step are committed."""
+    """Return True if both updates of a step are committed."""
     ledger = config.stored.ledger()
     return all(ledger.find(Address(stage, step)) is not None for stage in ("update_policy", "update_critic"))
 

@@ -32,7 +32,7 @@ PHASES = {
     "checkpoints": 16 * PAGE,
     "ledger, read only": None,
 }
-"""What fills up, and how much more it takes until then."""
+"""Name of a place that fills up -> bytes that it may still take. None: it is read-only."""
 
 
 def mount(path: Path, *options: str) -> None:

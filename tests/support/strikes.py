@@ -92,7 +92,7 @@ def write_plan(folder: Path, strikes: Iterable[Strike]) -> None:
 
 
 def fired(folder: Path, strikes: Sequence[Strike]) -> list[Strike]:
-    """Those that came about."""
+    """Return the strikes that happened."""
     return [strike for number, strike in enumerate(strikes) if (folder / f"fired-{number}").exists()]
 
 

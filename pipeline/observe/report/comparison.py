@@ -36,7 +36,7 @@ class ConfigDifference:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class IncomparablePart:
     """A part of a run that cannot be compared with the same part of the first run."""
 
     run: int
@@ -76,7 +76,7 @@ class PairedEvaluation:
 class RunComparison:
     config: Sequence[ConfigDifference]
     paired: Sequence[PairedEvaluation]
-    left_out: Sequence[LeftOut]
+    left_out: Sequence[IncomparablePart]
 
 
 def compare_runs(
@@ -84,12 +84,12 @@ def compare_runs(
 ) -> RunComparison:
     """Compare two or more runs. The first run is the baseline for all other runs. Each argument has one entry per run:
     its settings, its facts about comparability, and its held-out scores (None if it has none)."""
-    left_out: list[LeftOut] = []
+    left_out: list[IncomparablePart] = []
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):
         left_out += _incomparable_parts(run, sameness[0], sameness[run])
         comparison = _compare_held_out(run, (sameness[0], sameness[run]), (held_out[0], held_out[run]))
-        if isinstance(comparison, LeftOut):
+        if isinstance(comparison, IncomparablePart):
             left_out.append(comparison)
         else:
             paired.append(comparison)
@@ -103,36 +103,36 @@ def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDiff
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _incomparable_parts(run: int, first: Sameness, other: Sameness) -> list[LeftOut]:
+def _incomparable_parts(run: int, first: Sameness, other: Sameness) -> list[IncomparablePart]:
     left_out = []
     if first.reward != other.reward:
-        left_out.append(LeftOut(run, "training scores", "they are made by different rewards", _SCORES))
+        left_out.append(IncomparablePart(run, "training scores", "they are made by different rewards", _SCORES))
     if first.held_out_reward != other.held_out_reward:
-        left_out.append(LeftOut(run, "held-out scores", "they are made by different rewards", _HELD_OUT))
+        left_out.append(IncomparablePart(run, "held-out scores", "they are made by different rewards", _HELD_OUT))
     if first.reference != other.reference:
-        left_out.append(LeftOut(run, "KL to the reference", "the references are different models", _KL))
+        left_out.append(IncomparablePart(run, "KL to the reference", "the references are different models", _KL))
     if first.tokenizer != other.tokenizer:
         why = "the tokenizers differ, and a token of one is not a token of the other"
-        left_out.append(LeftOut(run, "lengths, entropies and rates in tokens", why, _TOKENS))
+        left_out.append(IncomparablePart(run, "lengths, entropies and rates in tokens", why, _TOKENS))
     return left_out
 
 
 def _compare_held_out(
     run: int, sameness: tuple[Sameness, Sameness], held_out: tuple[HeldOutScores | None, HeldOutScores | None]
-) -> PairedEvaluation | LeftOut:
+) -> PairedEvaluation | IncomparablePart:
     what = "scores by prompt"
     first, other = held_out
     if first is None or other is None:
         which = "neither run has" if first is other else "the first run has no" if first is None else "it has no"
-        return LeftOut(run, what, f"{which} held-out scores by prompt")
+        return IncomparablePart(run, what, f"{which} held-out scores by prompt")
     if sameness[0].held_out_reward != sameness[1].held_out_reward:
-        return LeftOut(run, what, "held-out scores are made by different rewards")
+        return IncomparablePart(run, what, "held-out scores are made by different rewards")
     common = sorted(first.by_prompt.keys() & other.by_prompt.keys())
     if not common:
-        return LeftOut(run, what, "no held-out prompt is in both runs")
+        return IncomparablePart(run, what, "no held-out prompt is in both runs")
     pairs = [(first.by_prompt[key], other.by_prompt[key]) for key in common]
     if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
-        return LeftOut(run, what, "some held-out scores are not finite")
+        return IncomparablePart(run, what, "some held-out scores are not finite")
     remarks = []
     if len(common) < max(len(first.by_prompt), len(other.by_prompt)):
         remarks.append(f"only {len(common)} prompts are in both ({len(first.by_prompt)} and {len(other.by_prompt)})")

@@ -101,12 +101,8 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
 
 
 def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
-    """Return the range of blocks of each pipeline stage. Every stage gets nearly the same number of weights to multiply
-    by. For this purpose the output layer counts as a number of blocks: its weights divided by the weights of a block.
-
-    Stage 0 also runs the scheduler, so it gets at most as many blocks as a middle stage. The last stage may have fewer
-    blocks than stage 0, because it has the output layer too.
-    """
+    """Return the blocks of each pipeline stage, with nearly the same number of weights to multiply by. The output layer
+    counts in blocks. Stage 0 also runs the scheduler, so it gets no more blocks than a middle stage."""
     block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
     head = spec.vocab_size * spec.hidden_size / block
     num_before = pipeline - 1

@@ -132,11 +132,8 @@ class EmbeddedEngine:
         self._admission.finished(len(abandoned))
 
     def _step(self) -> None:
-        """Start a batch if possible. Then end the oldest batch, if none was started or if `Runner.depth` batches are
-        under way.
-
-        No batch is started while new weights wait for the end of the batches under way, or while another thread waits
-        for a pause between batches."""
+        """Start a batch, unless new weights or a thread that wants a pause wait. End the oldest batch if none was
+        started, or if `Runner.depth` batches are under way."""
         paused = self._running_batches and (self._admission.weights is not None or self._admission.num_pausing > 0)
         submitted = not paused and self._plan_and_run()
         if self._running_batches and (not submitted or len(self._running_batches) == self._runner.depth):
@@ -189,8 +186,7 @@ class EmbeddedEngine:
         self._admission.finished(len(rows))
 
     def _detach(self, row: Row) -> None:
-        """Note that a row has left this engine. The call of `generate` that the row belongs to counts one row less here
-        (`num_local_rows`), and the drafters forget the row. The caller holds the lock."""
+        """Note that a row has left this engine and its drafters. The caller holds the lock."""
         row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
@@ -278,8 +274,7 @@ class EmbeddedEngine:
                 self._exchange(version, new)
 
     def _exchange(self, version: int, weights: Any) -> None:
-        """Swap the weights and discard the contents of the cache. The caller holds the lock, and no batch is under
-        way."""
+        """Swap the weights and discard the cache. The caller holds the lock, and no batch is under way."""
         self._runner.swap(weights)
         self._scheduler.recompute()
         self.version = version
@@ -321,8 +316,7 @@ class EmbeddedEngine:
         """Hook for subclasses: record a batch that has ended. Does nothing here. The caller holds the lock."""
 
     def _wants_report(self) -> bool:
-        """Hook for subclasses: return True if `_report` must be called even though there may be nothing to compute.
-        False here. The caller holds the lock."""
+        """Hook for subclasses: True if `_report` must be called even without work. The caller holds the lock."""
         return False
 
     def _report(self, rows: Collection[Row]) -> None:
@@ -399,12 +393,8 @@ class EmbeddedEngine:
 
 
 def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Write zeros into the cache blocks that only this failed row holds. The blocks may hold numbers that are not
-    finite.
-
-    Another row may get such a block later. Attention gives weight 0 to positions that the row has not written yet, but
-    0 times NaN is NaN. So the numbers there must be finite. No batch under way reads or writes these blocks.
-    """
+    """Write zeros into the cache blocks that only this failed row holds. A later row of such a block gives unwritten
+    positions weight 0, but 0 times NaN is NaN. No batch under way uses these blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))

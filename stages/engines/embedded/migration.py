@@ -369,8 +369,8 @@ class MigratingEngine(EmbeddedEngine):
             self._watch.notify(engine_load(rows, self.version, self.max_rows, self.cache_shape, self._times))
 
     def _stopped(self) -> None:
-        """Wake the callers whose rows are in other engines, because this engine has stopped. These callers get
-        RuntimeError. Results from other engines can no longer be passed to them."""
+        """Wake the callers whose rows are in other engines: they get RuntimeError, since results can no longer reach
+        them."""
         for row in self._outgoing.rows:
             row.call.results.put(None)
 

@@ -31,7 +31,7 @@ from stages.engines.embedded.model import LlamaWeights, build_weights, forward, 
 from stages.engines.embedded.sampling import ban, forced_logprobs
 from stages.engines.protocol import check_tensors
 from stages.models.hf_weights import read_weights
-from stages.models.offload import Residence
+from stages.models.offload import OffloadableTensors
 from stages.models.spec import ModelSpec, read_spec
 from stages.native.compile import NoNativeKernelsError
 
@@ -153,7 +153,7 @@ class LocalRunner:
             capture = GraphCapture(device) if graphs else run_directly
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refit_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._resident = Residence(lambda: all_tensors(self._weights))
+        self._resident = OffloadableTensors(lambda: all_tensors(self._weights))
         """Moves the weights to the host's memory and back. Used only on a CUDA device."""
 
     def submit(self, batch: Batch) -> None:

@@ -115,9 +115,7 @@ class Scheduler:
 
     @property
     def _max_batch_rows(self) -> int:
-        """Maximum number of rows in a batch: the rows that can run, divided by the maximum number of batches under way
-        (`depth`), and rounded up. The rows that can run are the running and the waiting rows, but at most `max_rows`.
-        """
+        """The most rows in a batch: the rows that can run, divided among the `depth` batches under way."""
         return -(-min(self.max_rows, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
@@ -164,11 +162,8 @@ class Scheduler:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Move the first waiting row to the running ones and return True. Return False if no row waits or if `max_rows`
-        rows are running already.
-
-        If other rows run, the free blocks must suffice for all tokens of the row and for one more block of each running
-        row. If there are too few free blocks, return False too, since the row would soon be preempted."""
+        """Move the first waiting row to the running ones, and return True if that is possible. Beside other rows, all
+        its tokens and one more block for each running row must fit; else it would soon be preempted."""
         if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]
@@ -178,17 +173,9 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """Return the row's chunk of the next batch, or None if the row is not in this batch.
-
-        A row is left out in these cases:
-
-        - The row does not decode yet, and the budget is used up.
-        - Blocks are short, and this row is the youngest: it is preempted now.
-        - Blocks are short, and all younger rows are in batches under way: the row waits.
-
-        `budget`: number of tokens that the batch can still take from rows that do not decode yet: new rows, and rows
-        that were preempted earlier. `drafts`: guesses for the row. If blocks are short, the last guesses are left out.
-        """
+        """Return the row's chunk of the next batch. None if the row does not decode yet and the `budget` of tokens for
+        such rows is used up, or if blocks are short: the youngest row is preempted, others wait for batches under way.
+        Then also the last guesses (`drafts`) are left out."""
         if not row.blocks:
             # the prompt's last token is not matched: it must be fed, so that the next token can be sampled
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
@@ -212,12 +199,9 @@ class Scheduler:
         return chunk
 
     def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:
-        """Give a row blocks for `num_tokens` positions, and return True. While no block is free, preempt the youngest
-        row that is not under way. Return False in two cases:
-
-        - The row itself is the youngest of all rows, so it was preempted.
-        - All younger rows are under way, so the row must wait.
-        """
+        """Give a row blocks for `num_tokens` positions, preempting the youngest row that is not under way while none is
+        free. Return False if the row itself is the youngest, and was preempted, or if it must wait for younger rows
+        under way."""
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())

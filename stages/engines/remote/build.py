@@ -71,10 +71,7 @@ def build_tensorrt_llm(
 def _stated(
     stated: Callable[[EngineConfig, Device], Capabilities], *, sleeps: bool
 ) -> Callable[[EngineConfig, Device], Capabilities]:
-    """Return a function that states the capabilities of an engine, given its config and device. `stated`: such a
-    function for an engine that can sleep. `sleeps`: False if the engine is built without the ability to sleep. Then the
-    field `Capabilities.sleeps` is "nothing" in every result.
-    """
+    """Return the capabilities of `stated`, without sleep if the engine is built without it."""
     return stated if sleeps else lambda config, device: dataclasses.replace(stated(config, device), sleeps="nothing")
 
 

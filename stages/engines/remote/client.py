@@ -216,10 +216,9 @@ class RemoteEngine:
             raise self._lost_error(f"cannot be talked to: {error}") from error
 
     def _first_answer(self) -> dict[str, Any] | None:
-        """Return the server's answer to `hello`: the first message that is not a beat. Return None if the server has
-        closed the connection. Raises TimeoutError if the answer does not come within `start_s`, or if the server sends
-        no message at all for too long. Beats do not extend `start_s`, since a server that hangs in its start sends them
-        too."""
+        """Return the server's answer to `hello`, or None if it has closed the connection. Raises TimeoutError if it
+        sends nothing for too long, or no answer within `start_s`: beats do not extend this, since a hanging server
+        sends them too."""
         settings, begun_at = self._settings, time.monotonic()
         timeout_s = max(settings.message_timeout_s, _START_MESSAGE_TIMEOUT_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:
@@ -345,9 +344,8 @@ class RemoteEngine:
         return received
 
     def _send(self, message: bytes) -> None:
-        """Send a message to the server. The caller holds the lock of the condition `_changed`. If the server is lost,
-        wait until the reason is known, and then raise EngineLost with this reason. The lock is released during this
-        wait."""
+        """Send a message. If the server is lost, wait until the reason is known, and raise EngineLost. The caller holds
+        the lock of `_changed`."""
         try:
             self._server.channel.send_frame(message)
         except OSError as error:
@@ -361,8 +359,7 @@ class RemoteEngine:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def _stopped(self) -> EngineLost:
-        """Return the error for a caller. Each caller gets an exception of its own, since an exception that is raised
-        twice collects both tracebacks."""
+        """Return a new error for each caller: one that is raised twice would collect both tracebacks."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost_error(self, event: str) -> EngineLost:

@@ -91,8 +91,7 @@ class Channel:
         self._connection.close()
 
     def _limit(self, timeout_s: float | None) -> None:
-        """Set the system's time limit for receiving. Python's own timeout would apply to sending too, and could end a
-        `send` in the middle of a message."""
+        """Set the time limit for receiving only. Python's own could end a `send` in the middle of a message."""
         if timeout_s != self._timeout_s:
             micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: no limit
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(micros, 10**6)))

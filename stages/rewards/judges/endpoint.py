@@ -75,7 +75,7 @@ class ReceivedAnswer:
     answer: Answer
     seconds: float
     """Duration of the try that was answered."""
-    attempts: int
+    tries: int
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ async def _ask_all(
 async def _ask_until_answered(
     session: Any, endpoint: Endpoint, question: SentQuestion, retries: _Retries, key: str | None, spending: UsageFile
 ) -> ReceivedAnswer:
-    attempts = 0
+    tries = 0
     while True:
         await asyncio.sleep(max(0.0, retries.quiet_until - time.monotonic()))
-        attempts += 1
+        tries += 1
         spending.count_request()
         started = time.monotonic()
         outcome = await _request(session, endpoint.url, question, endpoint.timeout_s, key)
@@ -215,14 +215,14 @@ async def _ask_until_answered(
             elif spending.budget.has_prices:
                 need = "its server counts no tokens (`usage`), so they cannot be priced: leave prices and max_cost out"
                 raise RewardFailed(f"the judge at {endpoint.url} answered {question.question}, but {need}")
-            return ReceivedAnswer(outcome.answer, round(now - started, 3), attempts)
-        longer_s = min(_MAX_WAIT_S, _MIN_WAIT_S * 2.0 ** min(attempts - 1, 30))
+            return ReceivedAnswer(outcome.answer, round(now - started, 3), tries)
+        longer_s = min(_MAX_WAIT_S, _MIN_WAIT_S * 2.0 ** min(tries - 1, 30))
         wait_s = longer_s if outcome.wait_s is None else max(outcome.wait_s, _MIN_WAIT_S)
         if wait_s >= retries.seconds_left(now):
             asks = "" if outcome.wait_s is None else f" It asks to be left alone for {wait_s:g} s."
             raise RewardFailed(
                 f"the judge at {endpoint.url} has answered nothing for {now - retries.answered:.0f} s of retry_s = "
-                f"{endpoint.retry_s:g}; the last error, for {question.question}, attempt {attempts}: {outcome.reason}."
+                f"{endpoint.retry_s:g}; the last error, for {question.question}, try {tries}: {outcome.reason}."
                 f"{asks} Nothing is scored without it; all answers so far are kept"
             )
         retries.log_rarely(

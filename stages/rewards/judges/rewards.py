@@ -151,7 +151,7 @@ class JudgeReward(Reward):
                 "messages": missing[key].body["messages"],
                 "time": round(time.time(), 3),
                 "seconds": received.seconds,
-                "attempts": received.attempts,
+                "attempts": received.tries,
             }
             self._cache.add(key, received.answer, about)
 
@@ -267,8 +267,7 @@ _NOT_IN_BODY = {
 
 
 def _check_body(body: Mapping[str, Any]) -> None:
-    """Raise UnfitReward if `body` sets a field that Stageline sets itself (`messages`), or a field that makes the
-    answer unreadable (`stream`, `n`)."""
+    """Raise UnfitReward if `body` sets a field of Stageline's, or one that makes the answer unreadable (`stream`)."""
     for name, need in _NOT_IN_BODY.items():
         if body.get(name):
             raise UnfitReward(Problem(f"body.{name}", body[name], need))

@@ -343,7 +343,6 @@ def _pairs_of_groups(samples: Sequence[Sample]) -> list[tuple[int, int]]:
 
 
 def _value_of_text(text: str, values: Mapping[str, float]) -> float | None:
-    """Strip the punctuation around the last word, and return the worth of the word. Return None if it is not one of the
-    answers."""
+    """Return the worth of the last word, without punctuation. None if it is no answer."""
     words = text.split()
     return values.get(words[-1].strip("*_`'\"()[]{}<>.,:;!")) if words else None

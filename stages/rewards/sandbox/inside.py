@@ -78,12 +78,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
-    """Fork a child and confine it. The function returns only in this child. The calling process becomes the keeper (see
-    the top of this file): it waits for the child, and ends with it.
-
-    The result is a dictionary: target (`process.PROTECTIONS`) -> the mechanism that protects it, or None if it is not
-    protected.
-    """
+    """Fork a child and confine it. Return, in the child only, target (`process.PROTECTIONS`) -> the mechanism that
+    protects it, or None. The calling process becomes the keeper (see the top of this file)."""
     network, answers, use = order["network"], order["answers"], order["use"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spaces = "namespaces" in use and _namespaces_work(network)
@@ -128,14 +124,14 @@ def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> 
 
 
 def _writable_paths(scratch: str, *, shared: bool) -> list[str]:
-    """Return the paths that a user's own code may write. `shared`: also return the host's folder of shared memory.
-    Without namespaces, semaphores of the code need this folder."""
+    """Return the paths that user code may write. `shared`: with shared memory, which semaphores need without
+    namespaces."""
     return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
 
 
 def _python_folders(root: str) -> list[str]:
-    """Return the folders of Python, of its packages and of Stageline's code. The root of a source tree is left out,
-    since it may hold runs."""
+    """Return the folders of Python, its packages and Stageline's code, without a source tree's root: it may hold
+    runs."""
     installed = Path(root).name.endswith("-packages")
     packages = [path for path in sys.path if path and (installed or not Path(root).is_relative_to(path))]
     return [sys.prefix, sys.base_prefix, *packages, *(f"{root}/{package}" for package in ("stages", "storage"))]
@@ -155,12 +151,8 @@ def _namespaces_work(network: bool) -> bool:
 
 
 def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
-    """Fork, and return in the child only. The parent becomes the keeper of the child. It waits until the child ends,
-    and then ends with the child's exit status.
-
-    `scratch`: scratch folder, which the keeper must delete. It is given only for a sandbox without namespaces. The
-    keeper then also kills all descendants that are left.
-    """
+    """Fork, and return in the child only. The parent becomes its keeper, and ends with its exit status. Without
+    namespaces it also deletes the folder `scratch`, and kills all descendants that are left."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""What `benchmarks/generation.py` makes of its repeats."""
+"""The figures that `benchmarks/generation.py` computes from its repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A filesystem that says no for a while is asked again; one that will go on saying no is named at once."""
+"""A filesystem that refuses for a while is asked again. An error that will not pass is named at once."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def commit() -> Commit:
 
 
 def every_call_once(monkeypatch: pytest.MonkeyPatch, names: list[str], number: int, *, after: bool) -> list[str]:
-    """Each of these functions of `os` fails at its first call, before or `after` it has done its work. Returns those
-    that did."""
+    """Make each of these functions of `os` fail at its first call, before or `after` it has done its work. Return the
+    names of the functions that did."""
     failed: list[str] = []
 
     def flaky(name: str) -> None:

@@ -70,9 +70,8 @@ class PassCosts:
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
     def _interval(self, num_tokens: float) -> tuple[int, float]:
-        """Return the position of `num_tokens` among the measured sizes: the index of the nearest smaller size, and the
-        distance from that size as a share of the distance to the next size. Beyond the largest size the share exceeds
-        1."""
+        """Return the index of the nearest measured size below `num_tokens`, and the share of the way to the next size
+        (above 1 beyond the largest)."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
             left += 1

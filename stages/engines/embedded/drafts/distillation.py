@@ -234,18 +234,14 @@ class Student:
             self._optimizer.step()
 
     def _missed_share(self, head: Head) -> float:
-        """Return how much a new vocabulary would improve on the vocabulary of `head`. Both have the same size. The
-        result is the share of the responses' tokens that the best vocabulary covers, minus the share that the old one
-        covers."""
+        """Return the share of the responses' tokens that a new vocabulary of the same size would cover in addition."""
         possible = sum(count for _, count in self._counts.most_common(self._num_tokens))
         covered = sum(self._counts[token] for token in head.ids.tolist())
         return (possible - covered) / self._counts.total()
 
     def _choose_vocabulary(self) -> None:
-        """Choose the head's vocabulary, and create a head with it. The vocabulary consists of the most frequent tokens
-        of the responses. If there are too few different tokens, add the lowest token ids, which tokenizers give to
-        frequent tokens. A token that was in the old vocabulary keeps its learned weights. The optimiser's state is
-        reset."""
+        """Create a head with the most frequent tokens of the responses, and the lowest ids (frequent in tokenizers) if
+        there are too few. Tokens of the old vocabulary keep their learned weights. The optimiser's state is reset."""
         old, old_draft_ids, old_teacher_out = self._head, self._draft_ids, self._teacher_out
         frequent = [token for token, _ in self._counts.most_common(self._num_tokens)]
         taken = set(frequent)

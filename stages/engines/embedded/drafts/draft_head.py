@@ -91,9 +91,8 @@ class LearnedDrafter:
             pass
 
     def _drop_states(self) -> bool:
-        """Drop stored hidden states of one row to free memory. The row with states of the most passes is chosen, and
-        the states of the older half of these passes are dropped. Return False if every row has states of one pass only.
-        """
+        """Drop the older half of the hidden states of the row with the most. Return False if every row has states of
+        one pass."""
         states = max(self._hidden.values(), key=len)
         older = states[: len(states) // 2]
         del states[: len(older)]

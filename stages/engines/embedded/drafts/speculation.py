@@ -188,13 +188,8 @@ class Speculation:
     # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Return the rows for which a drafter is asked: usually all rows in `limits`.
-
-        A drafter whose time grows with the draft length (`Drafter.by_position`) is not asked for a row if the row's
-        drafts from other drafters (`proposed`) are expected to give at least as many tokens as its own draft.
-
-        `limits`: maximum number of positions to draft per row.
-        """
+        """Return the rows of `limits` for which a drafter is asked. A drafter whose time grows with the draft length is
+        not asked if the row's other drafts (`proposed`) are expected to give at least as many tokens."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
@@ -252,8 +247,7 @@ class Speculation:
         return guesses if self._branching else guesses.only(guesses.main_chain)
 
     def _merge(self, first: Guesses, second: Guesses) -> Guesses:
-        """Merge the guesses of two drafters. If the engine cannot verify a tree of guesses in one pass, return the set
-        that promises more tokens."""
+        """Merge the guesses of two drafters, or choose the more promising ones if the engine verifies no trees."""
         return (
             merge_guesses(first, second) if self._branching else max(first, second, key=lambda guesses: guesses.total)
         )
@@ -267,19 +261,15 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """Choose how many tokens each draft of drafter `number` should have, and return this length. Return 0 if no
-        length is expected to gain enough.
-
-        If the drafter needs the same time for every length, the result is 0 or the longest length. A result is reused
-        for `_DECISION_PASSES` passes.
+        """Return how many tokens each draft of drafter `number` should have; 0 if no length is expected to gain enough.
+        A result is reused for `_DECISION_PASSES` passes.
 
         Args:
-            number: index of the drafter in the list of drafters.
             num_rows: number of rows that decode.
             num_drafted: number of rows that get drafts from this drafter.
             num_tokens: number of tokens that the pass feeds in addition to guesses.
             others: expected number of tokens that rows gain from the guesses of other drafters.
-            seconds: function that returns the seconds of a pass, given its number of tokens.
+            seconds: number of tokens of a pass -> its seconds.
         """
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))

@@ -148,9 +148,8 @@ def _read(
 
 
 def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding. A head is rotated in pairs (a, b): a is a number of the head's first half, and b is
-    the number at the same place of its second half (Hugging Face's order). A pair becomes (a cos - b sin, b cos + a
-    sin)."""
+    """Apply the rotary embedding in Hugging Face's order: number i of a head's first half is a, of its second half
+    b."""
     halves = x.view(x.shape[0], x.shape[1], 2, -1)
     signed = torch.stack([-sin, sin], dim=1)[:, None]
     return torch.addcmul(halves * cos[:, None, None], halves.flip(2), signed).view(x.shape)

@@ -118,7 +118,7 @@ class ParallelRunner:
             stack.callback(self._processes.close)
             self._busy = np.memmap(Path(folder) / BUSY_FILE, np.float64, "r")
             self._processes.meet()
-            self._model = self._processes.attempt(lambda: RankModel(specs[0]))
+            self._model = self._processes.or_rank_lost(lambda: RankModel(specs[0]))
             stack.callback(self._model.close)
             output_rank = (pipeline - 1) * tensor  # the first rank of the last stage
             self._output_rank: RankProcess | None = self._processes.ranks[output_rank - 1] if output_rank else None
@@ -127,14 +127,14 @@ class ParallelRunner:
 
     def submit(self, batch: Batch) -> None:
         self._command(batch)
-        draws = self._processes.attempt(lambda: self._model.run(batch))
+        draws = self._processes.or_rank_lost(lambda: self._model.run(batch))
         if draws is not None:
             self._drawn.append(draws)
 
     def collect(self) -> Draws:
         if self._output_rank is None:
             return self._drawn.popleft()
-        draws: Draws = self._processes.attempt(self._output_rank.commands.recv)
+        draws: Draws = self._processes.or_rank_lost(self._output_rank.commands.recv)
         return draws
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
@@ -155,18 +155,17 @@ class ParallelRunner:
         whole[self._part(0)] = self._model.read_cache(blocks, num_positions)
         self._command(ReadCache(tuple(blocks), num_positions))
         for rank in self._processes.ranks:
-            whole[self._part(rank.spec.rank)] = self._processes.attempt(rank.commands.recv)
+            whole[self._part(rank.spec.rank)] = self._processes.or_rank_lost(rank.commands.recv)
         return whole
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
         self._model.write_cache(blocks, copied[self._part(0)])
         for rank in self._processes.ranks:
             part = np.ascontiguousarray(copied[self._part(rank.spec.rank)])
-            self._processes.attempt(partial(rank.commands.send, WriteCache(tuple(blocks), part)))
+            self._processes.or_rank_lost(partial(rank.commands.send, WriteCache(tuple(blocks), part)))
 
     def _part(self, rank: int) -> tuple[slice, slice, slice]:
-        """Return the part of the whole model's keys and values that a rank holds, as slices of the layers, of the pair
-        of keys and values, and of the key/value heads."""
+        """Return a rank's part of the keys and values, as slices of layers, pair and heads."""
         layers, heads = self._shares[rank].layers, self._shares[rank].kv_heads
         return slice(layers.start, layers.stop), slice(None), slice(heads.start, heads.stop)
 
@@ -193,9 +192,9 @@ class ParallelRunner:
 
     def _command(self, command: Command, *, answered: bool = False) -> None:
         for rank in self._processes.ranks:
-            self._processes.attempt(partial(rank.commands.send, command))
+            self._processes.or_rank_lost(partial(rank.commands.send, command))
         for rank in self._processes.ranks if answered else []:
-            assert self._processes.attempt(rank.commands.recv) == READY
+            assert self._processes.or_rank_lost(rank.commands.recv) == READY
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
         """Prepare new weights on all ranks. The tensors are sent over separate connections, so passes can run
@@ -218,7 +217,7 @@ class ParallelRunner:
                 for rank in ranks:
                     for tensor in slices[rank.spec.rank].values():
                         whole = tensor.detach().to("cpu", self._stored_dtype(tensor)).contiguous()
-                        self._processes.attempt(partial(send_bytes, rank.weights, whole))
+                        self._processes.or_rank_lost(partial(send_bytes, rank.weights, whole))
                 try:
                     weights = self._model.prepare(slices[0])
                 except (
@@ -236,12 +235,11 @@ class ParallelRunner:
             return PreparedOnRanks(number, weights)
 
     def _send(self, rank: RankProcess, message: Prepare | Drop | bool) -> None:
-        self._processes.attempt(partial(rank.weights.send, message))
+        self._processes.or_rank_lost(partial(rank.weights.send, message))
 
     def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
-        """Receive an answer from each rank. Return name of a rank -> its error. Ranks that answer without an error are
-        left out."""
-        answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
+        """Return name of a rank -> the error in its answer, for ranks with an error."""
+        answers = {rank.spec.name: self._processes.or_rank_lost(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 
     def _stored_dtype(self, tensor: torch.Tensor) -> torch.dtype:

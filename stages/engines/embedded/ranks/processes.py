@@ -47,8 +47,8 @@ from storage.host import end_with_parent
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
 _EXIT_NOTICE_S = 30.0
-"""Maximum seconds that the method `attempt` waits after an error. The cause may be that a rank's process has ended,
-which another thread notices and handles. If that does not happen in time, the method raises the error itself."""
+"""Maximum seconds that the method `or_rank_lost` waits after an error. The cause may be that a rank's process has
+ended, which another thread notices and handles. If that does not happen in time, the method raises the error itself."""
 
 
 class RankLost(RuntimeError):
@@ -71,7 +71,8 @@ class RankProcesses:
         """Start the rank processes. `meet` waits until they run.
 
         If a rank is lost, `on_lost` is called with a description of the loss, in the thread that watches the processes.
-        `attempt` raises RankLost only after this call. So if `on_lost` ends this process, no caller sees the error."""
+        `or_rank_lost` raises RankLost only after this call. So if `on_lost` ends this process, no caller sees the
+        error."""
         self._lost: str | None = None
         self._loss_handled = threading.Event()
         self._closing = False
@@ -94,12 +95,12 @@ class RankProcesses:
         """Send each rank its spec, and wait until its process answers. Raises RankLost if a process ends before it has
         answered."""
         for rank in self.ranks:
-            self.attempt(partial(rank.commands.send, rank.spec))
+            self.or_rank_lost(partial(rank.commands.send, rank.spec))
         for rank in self.ranks:
-            answer = self.attempt(rank.commands.recv)
+            answer = self.or_rank_lost(rank.commands.recv)
             assert answer == READY
 
-    def attempt(self, act: Callable[[], Result]) -> Result:
+    def or_rank_lost(self, act: Callable[[], Result]) -> Result:
         """Return the result of `act`. If `act` fails because a rank has ended, raise RankLost."""
         try:
             return act()
@@ -114,7 +115,7 @@ class RankProcesses:
         for process in self._processes:
             process.kill()
         self._thread.join()
-        self._loss_handled.set()  # wakes threads that wait in `attempt`
+        self._loss_handled.set()  # wakes threads that wait in `or_rank_lost`
         for rank in self.ranks:
             rank.commands.close()
             rank.weights.close()

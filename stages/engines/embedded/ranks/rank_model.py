@@ -19,7 +19,7 @@ from stages.engines.embedded.model import LlamaWeights, build_weights, forward, 
 from stages.engines.embedded.ranks.communication import RankCommunicator
 from stages.engines.embedded.runner import all_tensors, choose_kernels, draw, on_device
 from stages.engines.embedded.sampling import ban, forced_logits, join_parts, put_forced
-from stages.models.offload import Residence
+from stages.models.offload import OffloadableTensors
 from stages.models.spec import (
     DOWN_PROJ,
     EMBEDDING,
@@ -86,7 +86,7 @@ class RankModel:
             self._device,
         )
         self._weights: LlamaWeights | None = None
-        self._resident = Residence(lambda: [] if self._weights is None else all_tensors(self._weights))
+        self._resident = OffloadableTensors(lambda: [] if self._weights is None else all_tensors(self._weights))
         self._busy = np.memmap(Path(spec.folder) / BUSY_FILE, np.float64, "r+")
         self._communicator = RankCommunicator(Path(spec.folder), spec.rank, spec.tensor, spec.pipeline, self._device)
 

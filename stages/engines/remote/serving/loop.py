@@ -116,9 +116,8 @@ class Server:
             )
 
     def _versions(self, num_tokens: int, replaced: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return the version of the weights that generated each token of a row: int32 [num_tokens]. `replaced`: one
-        pair for each load of new weights while the row ran, the oldest load first. A pair is (the version that was
-        replaced, the number of tokens that the row had then)."""
+        """Return the version that generated each token of a row. `replaced`: (version, tokens so far) at each load of
+        new weights while the row ran, the oldest first."""
         versions = np.full(num_tokens, self._version, np.int32)
         for version, made in reversed(replaced):
             versions[:made] = version

@@ -159,8 +159,7 @@ class TrtllmAdapter:
         self._call("update_weights", handles)
 
     def _drain(self) -> None:
-        """Wait until all rows have finished. Only aborted rows can be left, and these use weights and cache until their
-        end."""
+        """Wait for aborted rows, which use weights and cache until their end."""
         while self._tasks:
             self.step()
 
@@ -252,8 +251,7 @@ class TrtllmAdapter:
 
 
 def _seed(row: ServedRow) -> int:
-    """Return a row's seed, a number of 63 bits. The seed is a hash of the row's `seed`, `step` and `row`, which key the
-    row's noise in other engines."""
+    """Return a seed of 63 bits, a hash of what keys the row's noise in other engines."""
     key = f"{row.seed} {row.step} {row.row}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 

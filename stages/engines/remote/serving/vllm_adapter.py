@@ -239,10 +239,8 @@ def _cache_bytes(settings: Settings, ranks: int) -> int:
 
 @contextmanager
 def _devices(settings: Settings, ranks: int) -> Iterator[dict[str, Any]]:
-    """Reserve this engine's GPUs for its start: until the `with` block ends, no other engine can start on these GPUs.
-    Yield vLLM's settings for the GPUs' memory. The settings are empty on a CPU.
-
-    Wait until each GPU has as much free memory as a rank needs. Raises RuntimeError if a GPU is too small."""
+    """Keep other engines from starting on this engine's GPUs, wait until these have as much free memory as a rank
+    needs, and yield vLLM's settings for it (none on a CPU). Raises RuntimeError if a GPU is too small."""
     if current_platform.device_type != "cuda":
         yield {}
         return

@@ -1,5 +1,6 @@
-"""What the adapter of vLLM calls of vLLM 0.32 on a GPU, which was never at hand: it records the calls, and refuses what
-vLLM would. test_vllm_on_gpus.py holds its signatures against the real ones."""
+"""A stand-in for the parts of vLLM 0.32 on a GPU that the adapter calls. vLLM on a GPU was never at hand, so the
+stand-in records the calls, and refuses what vLLM would. test_vllm_on_gpus.py holds its signatures against the real
+ones."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: p
 def test_check_tries_the_reward(
     sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str
 ) -> None:
-    """What it raises and what it returns, for either reward; and nothing is written."""
+    """The command's errors and return values, for either reward. Nothing is written."""
     changes = [f"evaluate.reward.parts={{own: {{kind: 'tests.support.own_rewards:{function}'}}}}"]
     assert main(["check", *sources, *changes]) == 2
     assert capsys.readouterr().err.startswith("refused evaluate.reward.parts.own.kind: ")

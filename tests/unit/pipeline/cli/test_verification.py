@@ -33,7 +33,7 @@ def stated(config: RunConfig) -> Statement:
 
 
 def test_the_evaluation_of_what_was_once_the_last_version_is_of_the_runs_graph(tmp_path: Path) -> None:
-    """A run of 5 steps that evaluates every second version evaluates its last, too, and may go on to 8."""
+    """A run of 5 steps that evaluates every second version evaluates its last one too, and may be continued to 8."""
     where = (f"runs_dir={tmp_path}", *CONSTANT, "evaluate.every=2")
     short, longer = load_config([TINY], [*where, "steps=5"]), load_config([TINY], [*where, "steps=8"])
     longer.run_dir.mkdir()

@@ -1,4 +1,4 @@
-"""Settings that may change when a run goes on, and the message for the others."""
+"""Settings that may change when a run is continued, and the message for the others."""
 
 from __future__ import annotations
 

@@ -209,6 +209,7 @@ REFUSED = {
     "tracking.also=[wandb] tracking.experiment=a/b": "tracking.experiment",
     "runs_dir=s3://bucket/runs": "runs_dir",
     "cluster.kind=attached cluster.address=a cluster.interface=b": "cluster.address",
+    "cluster.arrival_timeout_s=60": "cluster.arrival_timeout_s",
     "cluster.dashboard=foo": "cluster.dashboard",
     "cluster.dashboard=127.0.0.1:70000": "cluster.dashboard",
     "cluster.address=n1": "cluster.address",
@@ -335,7 +336,7 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
     [
         ("stalenes=1", "staleness"),
         ("run_dir=x", "runs_dir"),  # derived, an attribute of the config
-        ("ppo.center_scores=true", "reward.normalize.mean"),  # an old name
+        ("slurm.qos=long", "slurm.sbatch"),
         ("cluster.migrate_rows_below=8", "cluster.migrate_rows=true?"),
         ("engine.kernels=torch", "engine.embedded.kernels"),  # the same word elsewhere
         ("placement.gangs.train.worker=2", "placement.gangs.train.workers"),
@@ -536,7 +537,7 @@ def test_logprob_nodes_are_left_out_where_they_add_nothing(base: Path, changes: 
     ],
 )
 def test_exported_versions(base: Path, changes: tuple[str, ...], expected: list[int]) -> None:
-    """The last one, every n-th, and those that are evaluated if rollouts are deleted; memory is planned for exports
+    """The last version, every n-th, and the evaluated ones if rollouts are deleted. Memory is planned for exports
     during training exactly if there are some."""
     config = load(base, "steps=6", *changes)
     assert [version for version in range(7) if config.exports(version)] == expected

@@ -146,7 +146,7 @@ def test_gpus_are_counted_on_each_host_by_itself() -> None:
 def test_a_worker_sees_its_own_gpus_alone(
     indices: tuple[int, ...], inherited: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted among those that a batch system has given to this process."""
+    """The indices count the GPUs that a batch system has given to this process."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_devices(indices, inherited) == expected
     assert worker_environment(1, True, expected)["CUDA_VISIBLE_DEVICES"] == expected

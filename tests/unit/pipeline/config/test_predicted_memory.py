@@ -147,7 +147,7 @@ def test_too_little_memory_is_refused_with_layouts_that_fit(tmp_path: Path) -> N
 
 
 def test_a_layout_that_fits_can_be_given_as_it_is_written(tmp_path: Path) -> None:
-    """It has all settings: those that a layout of before sets are replaced, and not kept beside it."""
+    """The text has all settings, so that it replaces every setting of an earlier layout."""
     before = "placement.gangs.all.layout={sequence_parallel: true, recompute: selective, recompute_modules: [mlp]}"
     large = "model.policy.micro_batch_tokens=32768"
     limits = MemoryLimits(math.inf, 80 * GIB, 10)
@@ -240,10 +240,10 @@ def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
     assert 0 < replica.remaining == replica.items["CUDA context"]
     assert [*memory_problems(in_turn, MemoryLimits(math.inf, on_device - 1, 8))]
     assert not list(memory_problems(in_turn, MemoryLimits(math.inf, on_device, 8)))
-    resting = sum(worker.resting for worker in workers if worker.worker[0] in ("all", "generate"))
-    assert host_bytes(in_turn, workers) - host_bytes(together, workers_memory(together)) == resting > 0
+    offloaded = sum(worker.offloaded_bytes for worker in workers if worker.worker[0] in ("all", "generate"))
+    assert host_bytes(in_turn, workers) - host_bytes(together, workers_memory(together)) == offloaded > 0
     for worker in workers:
-        assert worker.resting <= worker.on_device
+        assert worker.offloaded_bytes <= worker.on_device
 
 
 VLLM = ("engine.kind=vllm", "engine.python=x", "model.path=x", "engine.max_rows=2")

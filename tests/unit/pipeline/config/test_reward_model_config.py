@@ -1,4 +1,4 @@
-"""Configs of reward models: those that ship load, and what cannot work is refused with its key."""
+"""Configs of reward models: the shipped ones load, and a config that cannot work is refused with its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each test of `stageline doctor` names the fault that is planted in it. The whole ladder, without a fault, runs in
+"""Each test of `stageline doctor` names the fault that is planted in it. All tests in order, without a fault, run in
 tests/integration/test_whole_doctor.py."""
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from pipeline.doctor.jobs import (
     predicted_peak_bytes,
     predicted_state_bytes,
 )
-from pipeline.doctor.ladder import (
-    Absent,
+from pipeline.doctor.processes import Program, run_together
+from pipeline.doctor.runner import (
     DoctorResult,
     DoctorSettings,
     DoctorTest,
     Fault,
     Finding,
+    NotApplicable,
     Status,
     load_lazily,
     run_tests,
 )
-from pipeline.doctor.processes import Program, run_together
 from stages.models.spec import RANDOM_TINY, read_config
 from storage.codec import encode
 
@@ -208,7 +208,7 @@ def test_gpus_that_are_broken_or_taken(
 def test_a_gpu_of_others_is_not_looked_at(
     settings: DoctorSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nvidia-smi lists all GPUs of the host, also those that CUDA_VISIBLE_DEVICES hides."""
+    """nvidia-smi lists all GPUs of the host, even if CUDA_VISIBLE_DEVICES hides some."""
     nvidia_smi(monkeypatch, tmp_path, used=9000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="another"))
     theirs = gpus.Gpu(0, "GPU-1", "H100", "580", 1 << 36, 9 << 30, 0)
@@ -465,10 +465,11 @@ def test_an_environment_without_its_engine(settings: DoctorSettings) -> None:
 
 
 def test_the_ladder_stops_at_the_first_fault(settings: DoctorSettings) -> None:
-    """An error that nobody has foreseen is a fault of its test, with its traceback. Absent things are none."""
+    """An error that nobody has foreseen is a fault of its test, with its traceback. A part that the machine does not
+    have is none."""
 
     def absent(settings: DoctorSettings) -> Finding:
-        raise Absent("no such thing")
+        raise NotApplicable("no such thing")
 
     def broken(settings: DoctorSettings) -> Finding:
         raise ZeroDivisionError("1 / 0")

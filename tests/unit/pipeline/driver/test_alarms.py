@@ -28,11 +28,11 @@ from pipeline.graph.graph import step_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
 from pipeline.observe.learning import check_learning
 from pipeline.observe.live import Progress
-from pipeline.observe.tracking import NullTracker
+from pipeline.observe.tracking import Tracker
 from tests.support.paths import TINY
 
 
-class Tags(NullTracker):
+class Tags(Tracker):
     """Owns what it was kept."""
 
     def __init__(self) -> None:

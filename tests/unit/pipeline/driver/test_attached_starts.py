@@ -134,7 +134,7 @@ def test_a_process_has_its_time_from_when_it_is_there(begin: Callable[..., Setti
 
 
 def test_a_process_stopped_while_it_is_built_is_missed_before_its_time_is_over(begin: Callable[..., Setting]) -> None:
-    """Its heartbeats end, its gang is built anew, and the run goes on. A slow process still sends some."""
+    """Its heartbeats end, its gang is built again, and the run continues. A slow process still sends some."""
     setting = begin(None)
     setting.there = {"generate-0", "generate-1", "train-0", "train-1"}
     setting.look(1.0)

@@ -1,4 +1,4 @@
-"""A run states what it is when it starts; one that goes on is compared with it, and so are its workers."""
+"""A run records its identity when it starts. A continued run and its workers are compared with it."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ OUTLIVED = (
 
 @pytest.mark.parametrize("lost", OUTLIVED, ids=str)
 def test_a_damaged_record_of_a_dropped_output_is_not_needed(lean: History, paths: RunPaths, lost: Address) -> None:
-    """It cannot be made again, since its inputs were deleted: the run goes on without it."""
+    """It cannot be made again, since its inputs were deleted. The run continues without it."""
     flip(paths, lost)
     history = replace(lean, ledger=Ledger(str(paths.root / "ledger")))
     repairs = repair_store(history, RunStorage(paths.root))

@@ -62,11 +62,13 @@ def test_a_dashboards_address_is_the_one_that_it_listens_on() -> None:
 
 def test_silence_begins_with_the_last_heartbeat_that_was_news() -> None:
     silences = HeartbeatWatch()
-    assert silences.silent_seconds({"a": 1000.0, "b": 1000.0}, now=5.0) == {"a": 0.0, "b": 0.0}
-    assert silences.silent_seconds({"a": 1000.0, "b": 1000.5}, now=9.0) == {"a": 4.0, "b": 0.0}
-    assert silences.silent_seconds({"a": 1000.0, "b": 1000.5}, now=12.0) == {"a": 7.0, "b": 3.0}
-    assert silences.silent_seconds({"a": 1000.1}, now=13.0) == {"a": 0.0}, "b is gone"
-    assert silences.silent_seconds({"a": 1000.1, "b": 1000.5}, now=14.0) == {"a": 1.0, "b": 0.0}, "and there again"
+    assert silences.seconds_without_heartbeat({"a": 1000.0, "b": 1000.0}, now=5.0) == {"a": 0.0, "b": 0.0}
+    assert silences.seconds_without_heartbeat({"a": 1000.0, "b": 1000.5}, now=9.0) == {"a": 4.0, "b": 0.0}
+    assert silences.seconds_without_heartbeat({"a": 1000.0, "b": 1000.5}, now=12.0) == {"a": 7.0, "b": 3.0}
+    assert silences.seconds_without_heartbeat({"a": 1000.1}, now=13.0) == {"a": 0.0}, "b is gone"
+    assert silences.seconds_without_heartbeat({"a": 1000.1, "b": 1000.5}, now=14.0) == {"a": 1.0, "b": 0.0}, (
+        "and there again"
+    )
 
 
 def test_a_process_is_stopped_after_a_third_of_its_time_and_never_before_20_s() -> None:

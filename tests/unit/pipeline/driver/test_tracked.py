@@ -20,7 +20,7 @@ from pipeline.graph.graph import Node, step_nodes
 from pipeline.observe.history import History
 from pipeline.observe.journal import AppendFailed, EventKind, Journal
 from pipeline.observe.live import Screen
-from pipeline.observe.tracking import Dataset, NullTracker, RunStatus
+from pipeline.observe.tracking import Dataset, RunStatus, Tracker
 from pipeline.workers.messages import Outcome
 from storage.redaction import redacted
 from tests.support.report_runs import WrittenRun, write_run
@@ -43,7 +43,7 @@ def test_metrics_that_say_nothing(tmp_path: Path) -> None:
     assert "mismatch/mean_abs" not in synchronous
 
 
-class _KeepingTracker(NullTracker):
+class _KeepingTracker(Tracker):
     """A tracker that keeps everything it is given."""
 
     def __init__(self, **given: Any) -> None:
@@ -112,7 +112,7 @@ def test_parameters_that_the_run_reads(tmp_path: Path) -> None:
     assert not {key for key in left_out if key.startswith(("ppo.", "model.policy.", "sampling.", "reward."))}
 
 
-class _FailingTracker(NullTracker):
+class _FailingTracker(Tracker):
     def close(self, status: RunStatus) -> None:
         raise AppendFailed("cannot write to mlflow_spool.jsonl: No space left on device")
 
@@ -151,7 +151,7 @@ def test_sums_by_gang() -> None:
     }
 
 
-class Samples(NullTracker):
+class Samples(Tracker):
     """Owns what it was given."""
 
     def __init__(self) -> None:

@@ -182,7 +182,7 @@ def test_a_host_that_is_not_fit_is_refused_by_name_and_the_executor_hears_of_it(
             "host n7: it has other versions than the driver: stageline 0.0.1 (the driver: ",
             True,
         ),
-        (0, {}, "host n7: its request is none of this version of Stageline: it does not say board_free", True),
+        (0, {}, "host n7: its request is none of this version of Stageline: board_free: Field required", True),
         (2, {"stageline": "0.0.1"}, "host n7: gang train has no index 2", False),
     ],
 )

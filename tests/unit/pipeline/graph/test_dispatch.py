@@ -222,7 +222,7 @@ def test_ordered_nodes_wait_for_their_parents_to_be_done() -> None:
 
 
 def test_lost_gang() -> None:
-    """Any rank's death takes the gang down; its numbers go on, so that no rank sees one twice."""
+    """The death of any rank takes the gang down. Its numbers continue, so that no rank sees one twice."""
     machine = Machine(pool(1), scorers(), trainer(2))
     machine.dispatch.admit([node("value", 0, s) for s in range(2)])
     machine.step()

@@ -44,7 +44,7 @@ def test_run_ends_when_every_step_is_over(critic: bool) -> None:
 
 
 def test_a_late_evaluation_keeps_its_step_open_but_not_the_run_back() -> None:
-    """The evaluation of version 1 belongs to step 0's nodes; training goes on meanwhile."""
+    """The evaluation of version 1 belongs to step 0's nodes. Training continues meanwhile."""
     machine = FlowMachine(GraphSpec(steps=3, shards=1, staleness=0, eval_every=1))
     machine.finish_all(("evaluate", 1))
     assert machine.over == [1, 2]

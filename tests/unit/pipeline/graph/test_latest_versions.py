@@ -211,7 +211,7 @@ def test_rows_wait_for_the_version_that_they_would_take() -> None:
 
 
 def test_a_canary_and_an_evaluation_come_before_the_next_version() -> None:
-    """Engines go on as soon as they can: whatever needs version v follows the generation of step v."""
+    """Engines load new weights as soon as they can, so a node that needs version v follows the generation of step v."""
     nodes = {node.address: node for node in run_nodes(spec_of(2, eval_every=1))}
     for version in range(9):
         canary = nodes[Address("canary", version)]

@@ -37,8 +37,10 @@ def rows(*numbers: int, **more: int) -> list[RowLoad]:
     return [row(number, **more) for number in numbers]
 
 
-def shape(moves: list[Migration]) -> list[tuple[int, int, list[int]]]:
-    return [(move.source, move.target, [wanted.key[2] for wanted in move.rows]) for move in moves]
+def shape(migrations: list[Migration]) -> list[tuple[int, int, list[int]]]:
+    return [
+        (migration.source, migration.target, [wanted.key[2] for wanted in migration.rows]) for migration in migrations
+    ]
 
 
 def loads_of(counts: Sequence[int], max_rows: int = 8, cost: PassCost | None = COST) -> dict[int, EngineLoad]:
@@ -64,8 +66,8 @@ def loads_of(counts: Sequence[int], max_rows: int = 8, cost: PassCost | None = C
     ],
 )
 def test_few_rows_go_to_many(counts: tuple[int, ...], max_rows: int, expected: list[tuple[int, int, int]]) -> None:
-    moves = plan_migrations(loads_of(counts, max_rows), FAST, range(len(counts)), OTHER_WORK_S)
-    assert [(m.source, m.target, len(m.rows)) for m in moves] == expected
+    migrations = plan_migrations(loads_of(counts, max_rows), FAST, range(len(counts)), OTHER_WORK_S)
+    assert [(m.source, m.target, len(m.rows)) for m in migrations] == expected
 
 
 def test_any_plan_empties_replicas_and_fills_no_slot_twice() -> None:
@@ -78,18 +80,18 @@ def test_any_plan_empties_replicas_and_fills_no_slot_twice() -> None:
         left: dict[tuple[int, int, int], set[int]] = {}
         for _ in range(num):
             loads = {i: load(*r, max_rows=max_rows) for i, r in held.items()}
-            moves = plan_migrations(loads, FAST, range(num), OTHER_WORK_S)
-            sources, targets = {m.source for m in moves}, {m.target for m in moves}
+            migrations = plan_migrations(loads, FAST, range(num), OTHER_WORK_S)
+            sources, targets = {m.source for m in migrations}, {m.target for m in migrations}
             assert not sources & targets
             assert all(held[i] for i in sources | targets)
-            for move in moves:
-                going = [r for r in held[move.source] if r.key in {w.key for w in move.rows}]
-                assert len(going) == len(move.rows)
+            for migration in migrations:
+                going = [r for r in held[migration.source] if r.key in {w.key for w in migration.rows}]
+                assert len(going) == len(migration.rows)
                 for one in going:
-                    left.setdefault(one.key, set()).add(move.source)
-                    assert move.target not in left[one.key]
-                held[move.source] = [r for r in held[move.source] if r not in going]
-                held[move.target] = held[move.target] + going
+                    left.setdefault(one.key, set()).add(migration.source)
+                    assert migration.target not in left[one.key]
+                held[migration.source] = [r for r in held[migration.source] if r not in going]
+                held[migration.target] = held[migration.target] + going
             assert all(not held[i] for i in sources)
             assert all(len(r) <= max_rows for r in held.values())
         busy = sum(bool(r) for r in held.values())
@@ -122,9 +124,9 @@ def test_rows_gather_only_as_far_as_the_waiting_nodes_need_replicas() -> None:
 )
 def test_rows_of_loaded_replicas_go_to_idle_ones(counts: tuple[int, ...], expected: dict[int, int]) -> None:
     """A row adds 20 times what a pass costs alone."""
-    moves = plan_migrations(loads_of(counts, cost=PassCost(0.001, 0.020)), FAST)
-    assert {m.target: len(m.rows) for m in moves} == expected
-    assert {m.source for m in moves} <= {0}
+    migrations = plan_migrations(loads_of(counts, cost=PassCost(0.001, 0.020)), FAST)
+    assert {m.target: len(m.rows) for m in migrations} == expected
+    assert {m.source for m in migrations} <= {0}
 
 
 def test_nothing_spreads_where_a_row_costs_nothing() -> None:
@@ -135,8 +137,8 @@ def test_nothing_spreads_where_a_row_costs_nothing() -> None:
 def test_the_longest_row_is_freed_of_the_others() -> None:
     """Limits of 600 and six times 100 passes of 1 + 10 ms a row: 12.6 s. The target takes the short ones."""
     source = load(row(0, left=600), *rows(*range(1, 7), left=100), cost=PassCost(0.001, 0.010))
-    [move] = plan_migrations({0: source, 1: load(cost=source.cost)}, FAST)
-    assert {wanted.key[2] for wanted in move.rows} in ({0}, {1, 2, 3, 4, 5, 6})
+    [migration] = plan_migrations({0: source, 1: load(cost=source.cost)}, FAST)
+    assert {wanted.key[2] for wanted in migration.rows} in ({0}, {1, 2, 3, 4, 5, 6})
 
 
 def test_a_replica_with_work_that_shows_no_rows_gets_none() -> None:
@@ -148,8 +150,8 @@ def test_a_replica_with_work_that_shows_no_rows_gets_none() -> None:
 def test_rows_wait_for_a_slot_where_others_have_free_ones() -> None:
     """Ten rows in two slots take 2,500 passes; two replicas with four slots each take 500 and 750."""
     loads = {0: load(*rows(*range(10)), max_rows=2, cost=FLOOR), 1: load(max_rows=4, cost=FLOOR)}
-    [move] = plan_migrations(loads, FAST)
-    assert (move.source, move.target, len(move.rows)) == (0, 1, 4)
+    [migration] = plan_migrations(loads, FAST)
+    assert (migration.source, migration.target, len(migration.rows)) == (0, 1, 4)
 
 
 def test_a_replica_that_has_measured_nothing_is_taken_to_be_like_the_others() -> None:
@@ -172,8 +174,8 @@ def test_keys_travel_where_that_holds_up_fewer_passes_than_feeding_again() -> No
     that is fed again stands still meanwhile: (20 + 100 ms) / 20 ms."""
 
     def only(loads: dict[int, EngineLoad], copies: CopyCost) -> MigrationRequest:
-        [move] = plan_migrations(loads, copies, (), OTHER_WORK_S)
-        [wanted] = move.rows
+        [migration] = plan_migrations(loads, copies, (), OTHER_WORK_S)
+        [wanted] = migration.rows
         return wanted
 
     loads = {0: load(row(0), cost=FLOOR), 1: load(*rows(1, 2), cost=FLOOR)}
@@ -190,15 +192,15 @@ def test_rows_that_end_while_they_are_copied_stay() -> None:
     """1,000 positions are copied between 8 passes, and a row stands still for one. The rows go in turn, so the second
     one needs 17, the third one 25."""
 
-    def moved(*lefts: int) -> list[int]:
+    def migrated(*lefts: int) -> list[int]:
         mine = load(*(row(i, left=left, cached=1000, tokens=1001) for i, left in enumerate(lefts)), cost=FLOOR)
         theirs = load(*rows(7, 8, 9, 10, left=50, cached=9000, tokens=9001), cost=FLOOR)  # end before they are copied
-        moves = plan_migrations({0: mine, 1: theirs}, FAST, (), OTHER_WORK_S)
-        return [wanted.key[2] for move in moves for wanted in move.rows]
+        migrations = plan_migrations({0: mine, 1: theirs}, FAST, (), OTHER_WORK_S)
+        return [wanted.key[2] for migration in migrations for wanted in migration.rows]
 
-    assert moved(9, 17, 25) == [0, 1, 2]
-    assert moved(8, 17, 24) == [1, 2]
-    assert moved(9, 16, 24) == [0, 2]
+    assert migrated(9, 17, 25) == [0, 1, 2]
+    assert migrated(8, 17, 24) == [1, 2]
+    assert migrated(9, 16, 24) == [0, 2]
 
 
 def test_rows_that_are_nearly_done_stay() -> None:
@@ -216,7 +218,7 @@ def test_slow_copies_keep_rows_where_they_are() -> None:
     assert plan_migrations(loads, SLOW) == []
 
 
-def test_nothing_moves_before_anything_was_measured() -> None:
+def test_nothing_migrates_before_anything_was_measured() -> None:
     assert plan_migrations(loads_of((1, 3), cost=None), FAST, (), OTHER_WORK_S) == []
 
 
@@ -239,15 +241,15 @@ def ordered(made: MigrationPlanner, num: int, waiting: Sequence[int] = (9,)) -> 
 def test_only_when_every_replica_has_reported() -> None:
     tails = planner(1, 2)
     assert ordered(tails, 3) == [], "the third may be full"
-    [(number, move)] = ordered(tails, 2)
-    assert (number, move.source, move.target) == (0, 0, 1)
+    [(number, migration)] = ordered(tails, 2)
+    assert (number, migration.source, migration.target) == (0, 0, 1)
 
 
 def test_one_plan_at_a_time() -> None:
-    """Rows on their way are in no report, and those that arrived are in none until both replicas have reported."""
+    """Rows on their way are in no report, and neither are arrived rows until both replicas have reported."""
     tails = planner(1, 2, 3)
     orders = ordered(tails, 3)
-    assert shape([move for _, move in orders]) == [(0, 2, [0]), (1, 2, [10, 11])]
+    assert shape([migration for _, migration in orders]) == [(0, 2, [0]), (1, 2, [10, 11])]
     assert ordered(tails, 3) == []
     tails.arrived(0, 1, 0, 0.0, 0.0)
     tails.arrived(1, 2, 0, 0.0, 0.0)
@@ -289,23 +291,23 @@ def test_the_work_that_waits_is_measured() -> None:
 
 def test_reports_grow_older() -> None:
     """8 rows with 500 tokens left, 28 ms a pass. 13.9 s later they are nearly done."""
-    for now_s, moves in ((0.0, 1), (13.9, 0)):
+    for now_s, migrations in ((0.0, 1), (13.9, 0)):
         tails = MigrationPlanner()
         tails.update_load(0, load(*rows(*range(8))), 0.0)
         tails.update_load(1, load(), 0.0)
-        assert len(tails.next_migrations([0, 1], [0], {}, now_s)) == moves
+        assert len(tails.next_migrations([0, 1], [0], {}, now_s)) == migrations
 
 
-def test_a_lost_source_ends_its_moves_and_must_report_again() -> None:
+def test_a_lost_source_ends_its_migrations_and_must_report_again() -> None:
     tails = planner(1, 2)
     assert ordered(tails, 2)
     tails.replica_lost(0)
     assert ordered(tails, 2) == []
     tails.update_load(0, load(row(5)), 0.0)
-    assert [move.source for _, move in ordered(tails, 2)] == [0]
+    assert [migration.source for _, migration in ordered(tails, 2)] == [0]
 
 
-def test_a_lost_target_leaves_its_moves_to_the_source() -> None:
+def test_a_lost_target_leaves_its_migrations_to_the_source() -> None:
     """The source says when they are over: it has the rows again then."""
     tails = planner(1, 2, 1)
     numbers = [number for number, _ in ordered(tails, 3)]
@@ -334,7 +336,7 @@ RowKey = tuple[int, int, int]
 
 
 class Played:
-    """Replicas whose passes take what `cost` says, and a planner that moves their rows."""
+    """Replicas whose passes take what `cost` says, and a planner that migrates their rows."""
 
     def __init__(self, cost: PassCost, limit: int | None, lengths: Sequence[Sequence[int]]) -> None:
         """`lengths`: tokens that each replica's rows will have. `limit`: tokens that each of them may have, as far as
@@ -365,21 +367,21 @@ class Played:
                     self._begin(replica, now_s)
             elif self._end(replica, now_s):
                 last_s = now_s
-            for number, move in self._planner.next_migrations(
+            for number, migration in self._planner.next_migrations(
                 range(len(self._here)), [i for i, rows in enumerate(self._here) if rows], {}, now_s
             ):
-                self._leaving[move.source].append((number, move))
+                self._leaving[migration.source].append((number, migration))
             if not arrived:
                 self._begin(replica, now_s)
         return last_s
 
     def _begin(self, replica: int, now_s: float) -> None:
-        """Send away the rows that are to leave, and begin a pass of those that stay."""
+        """Send away the rows that are to leave, and begin a pass of the others."""
         here = self._here[replica]
-        for number, move in self._leaving[replica]:
-            going = {one.key: here.pop(one.key) for one in move.rows if one.key in here}
+        for number, migration in self._leaving[replica]:
+            going = {one.key: here.pop(one.key) for one in migration.rows if one.key in here}
             if going:
-                self._push(now_s + CopyCost().standstill_s, move.target, going)
+                self._push(now_s + CopyCost().standstill_s, migration.target, going)
             self._planner.arrived(number, len(going), 0, 0.0, 0.0)
             self._report(replica, now_s)
         self._leaving[replica].clear()
@@ -425,7 +427,7 @@ def best_assignment_s(lengths: Sequence[int], num_replicas: int, cost: PassCost)
 def test_a_long_tail_ends_as_soon_as_the_best_assignment(cost: PassCost, seed: int) -> None:
     """Three replicas with four rows each, of exponential lengths, the longest ones all on one replica. With limits that
     tell the lengths, all ends within 5 % of the best assignment. With limits that do not, the rows that will be long
-    are found out too late for that, but all ends sooner than without moves."""
+    are found out too late for that, but all ends sooner than without migrations."""
     rng = random.Random(seed)
     lengths = sorted(min(1000, 20 + int(rng.expovariate(1 / 150))) for _ in range(12))
     parts = [lengths[:4], lengths[4:8], lengths[8:]]

@@ -79,7 +79,7 @@ def test_each_array_names_its_runs_itself(tmp_path: Path, fake_slurm: FakeSlurm)
 
 
 def test_what_is_refused_leaves_what_was_there(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    """Otherwise a run that goes on would use files of a refused submission."""
+    """Otherwise a continued run would use files of a refused submission."""
     job = RunPaths(of(tmp_path).run_dir).job
     fake_slurm.refuse("sbatch: error: no")
     with pytest.raises(ConfigError, match=r"^slurm: Slurm refuses the job: no; asked for: a node with"):

@@ -109,7 +109,7 @@ def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 
 def test_a_long_journal_is_read_through_all_of_its_parts(tmp_path: Path) -> None:
-    """A resumed run goes on with the numbers; a driver that died right after a rename has left no newest part."""
+    """A resumed run continues the numbers. A driver that died right after a rename has left no newest part."""
     path = tmp_path / "events.jsonl"
     assert not journal_exists(path)
     for start in (0, 20):

@@ -1,4 +1,4 @@
-"""The tables' text: the numbers a person reads are those that were given."""
+"""The text of tables shows the given numbers."""
 
 from __future__ import annotations
 

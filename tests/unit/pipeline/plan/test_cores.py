@@ -13,7 +13,7 @@ from pipeline.plan.cores import SharedClock, busy_others, shared_rate, thread_sp
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.scenario import scenario_of
-from pipeline.plan.simulate import Execution, Played, Scenario, play
+from pipeline.plan.simulate import Execution, Scenario, SimulationResult, play
 from stages.models.protocol import Role
 from storage.address import Address
 from tests.support.fixed_costs import FixedCosts
@@ -34,7 +34,7 @@ def scenario(costs: FixedCosts, cores: int | None, threads: dict[str, int] | Non
     return Scenario(spec, GANGS, costs, FixedLengths(8), 2, cores=cores, threads=threads or ONE_EACH)
 
 
-def played(given: Scenario) -> tuple[Played, dict[Address, Execution]]:
+def played(given: Scenario) -> tuple[SimulationResult, dict[Address, Execution]]:
     found: list[Execution] = []
     result = play(given, found.append)
     return result, {one.submit.node.address: one for one in found}

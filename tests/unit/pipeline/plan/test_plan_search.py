@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.plan.calibration import KINDS, StageSpeed, typical
 from pipeline.plan.lengths import FixedLengths, SameLengths
 from pipeline.plan.search import Objective, combinations, played_plan, search
-from pipeline.plan.space import Space, device_counts, forms, space_of
+from pipeline.plan.space import Space, device_counts, role_groupings, space_of
 from stages.engines.config import EngineConfig
 from tests.support.paths import TINY, TINY_PROMPTS
 
@@ -84,7 +84,7 @@ def test_the_search_finds_what_playing_everything_finds(
 def test_no_play_is_shorter_than_its_bounds(hardware: str, seed: int) -> None:
     given = random_space(random.Random(100 + seed), 2, hardware)
     for one in combinations(given)[0]:
-        assert played_plan(given, Objective(), one).played.mean_s >= one.bound_s * (1 - 1e-9)
+        assert played_plan(given, Objective(), one).result.mean_s >= one.bound_s * (1 - 1e-9)
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -100,7 +100,7 @@ def test_more_devices_never_cost_a_plan_more(seed: int) -> None:
 def test_only_an_engine_that_can_free_its_devices_shares_them() -> None:
     config = load_config([str(TINY)], [f"prompts.url={TINY_PROMPTS}"])
     for engine, shares in ((EngineConfig(), True), (EngineConfig(kind="vllm"), False)):
-        assert any(form.shares_devices for form in forms(replace(config, engine=engine))) is shares
+        assert any(grouping.shares_devices for grouping in role_groupings(replace(config, engine=engine))) is shares
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -116,10 +116,12 @@ def test_a_price_of_staleness_can_make_a_synchronous_plan_the_best() -> None:
     given = random_space(random.Random(3), 2)
     dear = search(given, Objective(staleness_price=10.0), lambda config: None).plans
     assert dear[0].config.staleness == 0
-    free = {(plan.form, plan.config.staleness): plan for plan in search(given, Objective(), lambda config: None).plans}
+    free = {
+        (plan.grouping, plan.config.staleness): plan for plan in search(given, Objective(), lambda config: None).plans
+    }
     for plan in dear:
         if plan.config.staleness:
-            assert plan.value > free[plan.form, plan.config.staleness].value
+            assert plan.value > free[plan.grouping, plan.config.staleness].value
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -145,14 +147,14 @@ def test_the_numbers_of_devices_of_few_are_among_those_of_more() -> None:
 def test_a_bounded_search_says_so() -> None:
     found = search(random_space(random.Random(1), 3), Objective(), lambda config: None, most=1)
     assert not found.exact
-    assert found.simulated < found.considered  # one of each form and bound
+    assert found.simulated < found.considered  # one of each grouping and bound
 
 
 @pytest.mark.usefixtures("few_steps")
 def test_refused_plans_are_left_out_with_their_reason() -> None:
     given = random_space(random.Random(2), 2)
     found = search(given, Objective(), lambda config: "no sharing" if config.placement.device_sharing else None)
-    assert {plan.form for plan in found.plans} == {"apart"}
+    assert {plan.grouping for plan in found.plans} == {"apart"}
     assert found.refused["no sharing"] > 0
     numbers = itertools.count()
     with pytest.raises(ConfigError, match=r"refused: often; never 0; never 2; and \d+ other reasons$"):

@@ -49,7 +49,7 @@ class Recorded:
         assert seconds is not None
         return seconds
 
-    def behind_s(self, gang: str, stage: str) -> float:
+    def writeback_s(self, gang: str, stage: str) -> float:
         return 0.0
 
     def overhead(self, node: Node) -> float:

@@ -19,7 +19,7 @@ from pipeline.observe.timeline import busy_periods, read_boxes, total_length
 from pipeline.plan.decode import DecodeSpeed, RowQueue
 from pipeline.plan.lengths import FixedLengths
 from pipeline.plan.scenario import journal_events, trace_events
-from pipeline.plan.simulate import Execution, Failures, Played, Scenario, Stragglers, play
+from pipeline.plan.simulate import Execution, Failures, Scenario, SimulationResult, Stragglers, play
 from stages.models.protocol import Role
 from storage.address import Address
 from tests.support.fixed_costs import FixedCosts
@@ -49,7 +49,7 @@ def scenario(spec: GraphSpec, costs: FixedCosts = CHAIN, gangs: Sequence[Gang] =
     return Scenario(spec, gangs, costs, FixedLengths(8), rows)
 
 
-def played_all(given: Scenario) -> tuple[Played, list[Execution]]:
+def played_all(given: Scenario) -> tuple[SimulationResult, list[Execution]]:
     found: list[Execution] = []
     return play(given, found.append), found
 

@@ -1,4 +1,4 @@
-"""The thread that writes while the run goes on: in order, one of a name at a time, never silent about an error."""
+"""The thread that writes in the background: in order, one of a name at a time, never silent about an error."""
 
 from __future__ import annotations
 

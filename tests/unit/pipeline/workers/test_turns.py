@@ -15,7 +15,7 @@ from pipeline.workers import runtime as runtime_module
 from pipeline.workers.messages import Call
 from pipeline.workers.runtime import StageRuntime
 from pipeline.workers.stages import ComputedStage, StageOutput
-from pipeline.workers.turns import Turns
+from pipeline.workers.turns import ComputeTurns
 from pipeline.workers.versioned_engine import Clock
 from stages.models.protocol import Role
 from storage.address import Address
@@ -25,7 +25,7 @@ FIRST, SECOND = Address("value", 0, 0), Address("value", 0, 1)
 
 
 def test_calls_compute_in_the_order_in_which_they_began() -> None:
-    turns, order = Turns(), list[int]()
+    turns, order = ComputeTurns(), list[int]()
     with turns.queued() as first, turns.queued() as second:
 
         def compute_second() -> None:
@@ -43,7 +43,7 @@ def test_calls_compute_in_the_order_in_which_they_began() -> None:
 
 
 def test_a_call_that_fails_before_its_turn_lets_nobody_pass_the_one_before_it() -> None:
-    turns, computed = Turns(), threading.Event()
+    turns, computed = ComputeTurns(), threading.Event()
     with turns.queued() as first:
         with pytest.raises(ValueError, match="inputs"), turns.queued():
             raise ValueError("inputs")
@@ -79,7 +79,7 @@ class Store:
 def make_runtime(store: Store, looked_up: list[Address]) -> StageRuntime:
     """Return the runtime of a trainer of one rank, around `store` and nothing else."""
     runtime = object.__new__(StageRuntime)
-    runtime._turns, runtime._threads = Turns(), torch.get_num_threads()
+    runtime._turns, runtime._threads = ComputeTurns(), torch.get_num_threads()
     parts: Any = SimpleNamespace(
         spec=SimpleNamespace(size=1, name="train-0", index=0),
         gang=Gang("train", frozenset({Role.CRITIC}), 1),

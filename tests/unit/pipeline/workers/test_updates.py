@@ -1,5 +1,5 @@
-"""Law 3 on a small model with real arithmetic: whatever happens on the way, the weights of version v are those that v
-updates make, bit for bit, and each update is committed once."""
+"""Law 3 on a small model with real arithmetic. Whatever happens, the weights of version v are the result of v updates,
+bit for bit, and each update is committed once."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_new_process_replays_from_the_newest_usable_checkpoint(run: Run, diges
 
 
 def test_going_back_reloads(run: Run, digests: dict[Role, list[str]]) -> None:
-    """A resumed run publishes an old version again, and then goes on."""
+    """A resumed run publishes an old version again, and then continues."""
     updates = run.process(every=2)
     for step in range(4):
         run.update(updates, Role.POLICY, step)
@@ -358,8 +358,8 @@ def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
 
 
 def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str]]) -> None:
-    """A process that was stopped and comes back trains what another has trained meanwhile: one commit wins, the loser
-    verifies the winner's digest against its own weights and goes on."""
+    """A process was stopped, and another has made its update meanwhile. When it comes back, both try to commit. One
+    commit wins, and the loser verifies the winner's digest against its own weights and continues."""
     processes = [run.process(), run.process()]
     meet = threading.Barrier(2)
     attempts: list[str] = []

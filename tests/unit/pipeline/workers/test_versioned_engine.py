@@ -159,8 +159,8 @@ def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -
 
 
 def test_an_order_loads_newer_weights_under_rows_in_flight_only(board: WeightBoard) -> None:
-    """Without rows there is nobody to load them for; older ones than those that are resident, or gone, are no news; and
-    an engine that drains never changes weights under its rows."""
+    """Without rows nobody needs the new weights. Versions older than the resident one, or removed ones, are ignored. An
+    engine that drains never changes weights under its rows."""
     fake = FakeEngine()
     engine = VersionedEngine(fake, board, in_flight=True)
     engine.load_in_flight(1)
@@ -373,7 +373,7 @@ def test_a_remote_engine_need_not_read_again_what_was_summed(board: WeightBoard,
 
 
 def test_an_engine_whose_refit_failed_half_way_serves_nobody(board: WeightBoard) -> None:
-    """That is so if the old weights are gone then; otherwise they continue."""
+    """An engine that has lost its old weights by then refuses calls. Otherwise it serves them."""
     for kind, serves in (("embedded", True), ("vllm", False)):
         fake = FakeEngine()
         fake.capabilities = capabilities_of(EngineConfig(kind=kind), "cpu")  # type: ignore[arg-type]

@@ -427,7 +427,7 @@ def test_only_who_has_the_certificate_is_answered(sender: WeightSender, tmp_path
 
 
 def test_a_sender_that_was_killed_is_started_again(tmp_path: Path, pieces: None) -> None:
-    """It sends a version that has arrived in part. The reader goes on where it stopped."""
+    """It sends a version that has arrived in part. The reader continues where it stopped."""
 
     async def test() -> None:
         async with cluster(tmp_path) as (others, publisher):

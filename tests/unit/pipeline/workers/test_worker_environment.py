@@ -86,7 +86,7 @@ print(sorted(os.sched_getaffinity(0)), sorted(found[0]))
 
 
 def test_threads_stay_on_the_cores_near_their_gpus(tmp_path: Path) -> None:
-    """Both GPUs' cores, of those that the process may use; another thread moves too."""
+    """The threads stay on both GPUs' cores, as far as the process may use them. Another thread moves too."""
     mine = sorted(os.sched_getaffinity(0))
     for address, cores in {"0000:1b:00.0": f"{mine[0]}", "0000:9b:00.0": f"100000-100003,{mine[-1]}"}.items():
         (tmp_path / address).mkdir()

@@ -15,7 +15,7 @@ from stages.models import weights as gather
 from stages.models.checkpoints import masters_of
 from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig
 from stages.models.host import MegatronHost
-from stages.models.offload import Residence, allocate, release
+from stages.models.offload import OffloadableTensors, allocate, release
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from stages.models.trainer import Trainer
 from stages.ppo.config import PPOConfig
@@ -212,7 +212,7 @@ def test_megatrons_views_stay_views(tmp_path: Path) -> None:
 def test_a_residence_moves_storages_and_not_tensors() -> None:
     whole = torch.arange(6.0)
     view, other = whole[2:], torch.ones(3)
-    residence = Residence(lambda: [whole, view, other])
+    residence = OffloadableTensors(lambda: [whole, view, other])
     for _ in range(2):
         for _ in range(2):
             residence.sleep()

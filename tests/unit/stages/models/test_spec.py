@@ -37,7 +37,7 @@ from tests.support.families import FAMILIES, SIZES
     [(RANDOM_1B, 1_235_814_400, 32.0), (RANDOM_8B, 8_030_261_248, 8.0), (RANDOM_70B, 70_553_706_496, 8.0)],
 )
 def test_large_random_models_have_the_sizes_of_llama_3(path: str, parameters: int, factor: float) -> None:
-    """The numbers of parameters are those that Hugging Face counts in the published checkpoints."""
+    """The numbers of parameters agree with Hugging Face's counts of the published checkpoints."""
     assert sum(math.prod(shape) for shape in tensor_shapes(read_spec(path)).values()) == parameters
     assert read_spec(path).rope_scaling == RopeScaling(factor, 1.0, 4.0, 8192)
 

@@ -143,7 +143,7 @@ def test_likelihoods_are_asked_for_and_read() -> None:
 
 @pytest.mark.parametrize("limit", [4, 110])
 def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
-    """That many requests must be present together before any is answered. An HTTP pool has a limit of its own, often
+    """The server answers no request before that many are present together. An HTTP pool has a limit of its own, often
     100."""
     together = threading.Barrier(limit)
 

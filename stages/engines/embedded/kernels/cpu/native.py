@@ -178,17 +178,15 @@ class NativeKernels:
         _check_memory(failed, tokens)
 
     def _buffers(self, num: int, block: Block) -> BuffersRecord:
-        """Return the buffers that `block` needs for a batch of `num` tokens. The next call in the same thread reuses
-        their memory."""
+        """Return the buffers for a batch of `num` tokens. The thread's next call reuses their memory."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
         return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
-        """Return the addresses of buffers, one for each entry of `row_bytes`. The entry is the buffer's size per row,
-        in bytes, and the buffer holds `rows` rows. Each buffer begins at a cache line. The memory belongs to the
-        calling thread. It is reused, since the system would have to clear new memory page by page."""
+        """Return the addresses of buffers with `rows` rows of so many bytes, each at a cache line. Each thread reuses
+        its memory, since the system would have to clear new memory page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
         state = self._thread_state
         if state.workspace.numel() < ends[-1]:

@@ -1,4 +1,4 @@
-"""What the adapter changes of the cache's config."""
+"""The parts of the cache's config that the adapter changes."""
 
 from __future__ import annotations
 

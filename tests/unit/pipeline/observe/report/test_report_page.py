@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.observe.html import to_embedded_json
-from pipeline.observe.report.comparison import HeldOutScores, LeftOut, compare_runs
+from pipeline.observe.report.comparison import HeldOutScores, IncomparablePart, compare_runs
 from pipeline.observe.report.page import build_report
 from pipeline.observe.report.source import RunSource, Sameness
 from tests.support.report_runs import SAME, WORDS, WrittenRun, write_run
@@ -112,7 +112,7 @@ def test_runs_are_paired_by_the_text_of_their_prompts() -> None:
 def test_unpaired_runs_are_left_out_with_a_reason(sameness: Sameness, scores: HeldOutScores | None, why: str) -> None:
     found = compare_runs([{}, {}], [SAME, sameness], [held_out(2, {"p": 1.0}), scores])
     assert found.paired == []
-    assert LeftOut(1, "scores by prompt", why) in found.left_out
+    assert IncomparablePart(1, "scores by prompt", why) in found.left_out
 
 
 def test_runs_of_different_models_share_no_curve_of_what_differs() -> None:

@@ -125,8 +125,8 @@ def test_hidden_states_of_finished_rows_stay_within_their_budget(megabytes: int)
 
 
 def test_hidden_states_of_rows_in_flight_stay_within_their_budget() -> None:
-    """A quarter of `head_memory_mb`: of 20 rows whose 200 passes each would take eight times as much, the last states
-    are kept, without a gap; what finishes gives its share back."""
+    """A quarter of the budget (`HIDDEN_STATES_BYTES` in a run): of 20 rows whose 200 passes each would take eight times
+    as much, the last states are kept, without a gap; what finishes gives its share back."""
     hidden, passes = 8, 200
     student = make_student(8, 2**16)
     drafter = LearnedDrafter(student, TorchKernels(), torch.float32)

@@ -261,8 +261,8 @@ def test_of_two_drafters_the_one_that_was_right() -> None:
 
 
 def test_the_time_of_drafting_is_measured() -> None:
-    """The clock goes on by 1 at every look: a draft takes 1 s, as long as a pass. At first taken for 3 % of it, drafts
-    of four positions are made once; they took 0.25 s a position."""
+    """The clock advances by 1 at every reading, so a draft takes 1 s, as long as a pass. It is first assumed to take 3
+    % of a pass, so drafts of four positions are made once. They took 0.25 s a position."""
     speculation = make_speculation(Ones(by_position=True), tick=1.0)
     speculation.propose([make_row((1, 2, 3))], 0)
     (costs,) = speculation.drafting.values()

@@ -1,7 +1,5 @@
-"""Rows that go on in another engine: the same bits as at home, whatever happens on the way, and nobody waits for ever.
-
-No clock and no luck: an engine's speed is steered by a `Gate`, which lets it run an exact number of batches.
-"""
+"""Rows that continue in another engine have the same bits as at home, whatever happens, and nobody waits for ever. No
+test depends on a clock or on luck: a `Gate` lets an engine run an exact number of batches."""
 
 from __future__ import annotations
 
@@ -217,9 +215,9 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_long_row_stands_still_for_two_passes_at_most(long_model: str) -> None:
-    """1,900 tokens travel in parts while the row goes on decoding. When it is taken out less than a block and what it
-    has sampled since the last part are left, and the target, which is busy with rows of its own, gets it after the
-    batch that is under way."""
+    """1,900 tokens travel in parts while the row continues to decode. When it is taken out, only its last part is left
+    (less than a block, and the tokens sampled since). The target is busy with rows of its own, and gets it after the
+    batch under way."""
     sampling = SamplingConfig(60, 60)
     row = Request(0, 1, 2, tuple(3 + i * i % 90 for i in range(1880)), 0, sampling)
     own = Request(7, 1, 2, (5, 6, 7), 0, sampling)

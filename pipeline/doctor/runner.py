@@ -1,7 +1,7 @@
 """Tests of a machine, in the order in which the faults of the machine would stop a Stageline run.
 
     test ──► Finding (measured)         ──► the next test
-         ├─► Absent  (not on this machine) ──► the next test
+         ├─► NotApplicable  (not on this machine) ──► the next test
          └─► Fault   (cause, what to do)   ──► stop
 
 Each test assumes that the earlier tests have passed, so only the first fault is meaningful.
@@ -32,7 +32,7 @@ class Status(StrEnum):
     NOT_REACHED = "not reached"
 
 
-class Absent(Exception):
+class NotApplicable(Exception):
     """The machine does not have the part that a test is about. The message names the missing part."""
 
 
@@ -80,7 +80,7 @@ class DoctorTest:
     title: str
     """Description of the test in a few words."""
     test: Callable[[DoctorSettings], Finding]
-    """The function that runs the test. It raises Absent or Fault if the test does not succeed."""
+    """The function that runs the test. It raises NotApplicable or Fault if the test does not succeed."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _run_test(test: DoctorTest, settings: DoctorSettings) -> DoctorResult:
     try:
         finding = test.test(settings)
         outcome: tuple[Status, str, str, Mapping[str, Any]] = (Status.OK, finding.text, "", finding.facts)
-    except Absent as error:
+    except NotApplicable as error:
         outcome = Status.ABSENT, str(error), "", {}
     except Fault as error:
         outcome = Status.FAULT, error.cause, error.advice, error.facts

@@ -16,7 +16,7 @@ import asyncio
 import pickle
 import threading
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,28 +107,33 @@ class RowSender:
 
 
 class EarlyScorer:
-    """Owns the thread that scores rows as they arrive, and their scores until the row's shard is scored.
+    """Owns the threads that score rows as they arrive, and their scores until the row's shard is scored.
 
-    The rewards are asked by one thread at a time. A node that scores a shard goes before rows that wait."""
+    A call has the rows of one shard that have arrived since the last call. If the rewards allow it, several calls run
+    at once (`Reward.concurrent_calls`). A node that scores a shard counts as one of them."""
 
     def __init__(
-        self, parts_of: Callable[[Address], Sequence[Part]], samples_of: Callable[[Rollout], list[Sample]]
+        self,
+        parts_of: Callable[[Address], Sequence[Part]],
+        samples_of: Callable[[Rollout], list[Sample]],
+        concurrent_calls: int,
     ) -> None:
         """`parts_of`: returns the parts of the reward that scores a shard of this address. `samples_of`: returns the
         rows of a rollout as samples."""
-        self._parts_of, self._samples_of = parts_of, samples_of
-        self._asking = threading.Lock()
-        """Held by the thread that calls the rewards."""
+        self._parts_of, self._samples_of, self._max_calls = parts_of, samples_of, concurrent_calls
         self._changed = threading.Condition()
         """Guards the fields below."""
-        self._arrived: list[tuple[Address, Rollout]] = []
+        self._arrived: OrderedDict[Address, list[Rollout]] = OrderedDict()
+        self._calls: Counter[Address] = Counter()
+        """Shard -> number of calls that run."""
         self._scores: OrderedDict[Address, dict[int, RowScores]] = OrderedDict()
-        self._waiting_nodes = 0
-        self._errors: list[Exception] = []
-        """Errors of calls for which nodes wait, or waited last."""
+        self._errors: OrderedDict[Address, Exception] = OrderedDict()
+        """Shard -> error of its last call."""
+        self._nodes = 0
+        """Number of nodes that score a shard at the moment."""
         self._closed = False
-        self._thread = threading.Thread(target=self._score_arrivals, name="early-scores", daemon=True)
-        self._thread.start()
+        for _ in range(concurrent_calls):
+            threading.Thread(target=self._score_arrivals, name="early-scores", daemon=True).start()
 
     def open(self, worker: Worker) -> None:
         """Let other processes send rows to this one."""
@@ -143,62 +148,62 @@ class EarlyScorer:
         if not any(part.reward.early for part in self._parts_of(shard)):
             return False
         with self._changed:
-            self._arrived.append((shard, row))
-            self._changed.notify()
+            self._arrived.setdefault(shard, []).append(row)
+            self._changed.notify_all()
         return True
 
     @contextmanager
     def scores_of(self, shard: Address) -> Iterator[dict[int, RowScores]]:
-        """Yield the scores of the rows that were scored early: number of a row -> its scores. Nobody else asks the
-        rewards inside the `with` block. Rows of this shard that still wait are dropped.
+        """Yield the scores of the rows that were scored early: number of a row -> its scores. Calls for this shard that
+        run are waited for. Its rows that still wait are dropped.
 
-        Raises the error of a call for which the node waited. A judge that answers nothing for `retry_s` thus keeps the
-        node from its deadline once, and not twice."""
+        Raises the error of a call that was waited for. So a judge that answers nothing for `retry_s` keeps the node
+        from its deadline once, and not twice."""
         with self._changed:
-            if not self._waiting_nodes:
-                self._errors.clear()
-            self._waiting_nodes += 1
+            self._nodes += 1
+            self._arrived.pop(shard, None)
+            self._errors.pop(shard, None)
+            self._changed.wait_for(lambda: not self._calls[shard])
+            error, scores = self._errors.pop(shard, None), self._scores.pop(shard, {})
         try:
-            with self._asking:
-                with self._changed:
-                    self._arrived = [one for one in self._arrived if one[0] != shard]
-                    scores = self._scores.pop(shard, {})
-                    if self._errors:
-                        raise self._errors[0]
-                yield scores
+            if error is not None:
+                raise error
+            yield scores
         finally:
             with self._changed:
-                self._waiting_nodes -= 1
-                self._changed.notify()
+                self._nodes -= 1
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread. A call of a reward that runs is not waited for."""
+        """End the threads. A call of a reward that runs is not waited for."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def _may_call(self) -> bool:
+        return bool(self._arrived) and self._calls.total() + self._nodes < self._max_calls
 
     def _score_arrivals(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._arrived and not self._waiting_nodes))
+                self._changed.wait_for(lambda: self._closed or self._may_call())
                 if self._closed:
                     return
-            with self._asking:
-                with self._changed:
-                    arrived, self._arrived = self._arrived, []
-                try:
-                    for shard in dict.fromkeys(shard for shard, _ in arrived):
-                        self._score(shard, [row for its, row in arrived if its == shard])
-                except Exception as error:
-                    # Nodes score these rows again, and report what is wrong with them.
-                    traceback.print_exc()
-                    with self._changed:
-                        self._errors = [error]
-
-    def _score(self, shard: Address, rows: Sequence[Rollout]) -> None:
-        samples = [sample for row in rows for sample in self._samples_of(row)]
-        scored = score_early(self._parts_of(shard), samples)
-        with self._changed:
-            self._scores.setdefault(shard, {}).update((one.sample.row, one) for one in scored)
-            while len(self._scores) > _MAX_SHARDS:
-                self._scores.popitem(last=False)
+                shard, rows = self._arrived.popitem(last=False)
+                self._calls[shard] += 1
+            scored: list[RowScores] = []
+            error: Exception | None = None
+            try:
+                scored = score_early(self._parts_of(shard), [s for row in rows for s in self._samples_of(row)])
+            except Exception as raised:
+                traceback.print_exc()  # the node scores these rows again, and reports what is wrong with them
+                error = raised
+            with self._changed:
+                self._calls[shard] -= 1
+                self._scores.setdefault(shard, {}).update((one.sample.row, one) for one in scored)
+                if error is not None:
+                    self._errors[shard] = error
+                for kept in (self._scores, self._errors):
+                    while len(kept) > _MAX_SHARDS:
+                        kept.popitem(last=False)
+                self._changed.notify_all()

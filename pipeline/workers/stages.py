@@ -167,7 +167,8 @@ def early_scorer(parts: WorkerParts) -> EarlyScorer:
     def samples(rollout: Rollout) -> list[Sample]:
         return samples_of(scorer.tokenizer, rollout, *require_part(parts.prompts).for_reward(rollout.prompt_index))
 
-    return EarlyScorer(lambda shard: scorer.parts(held_out=shard.stage == "evaluate"), samples)
+    calls = [part.reward.concurrent_calls for part in (*scorer.training, *scorer.held_out) if part.reward.early]
+    return EarlyScorer(lambda shard: scorer.parts(held_out=shard.stage == "evaluate"), samples, max(calls, default=1))
 
 
 def score_rollout(

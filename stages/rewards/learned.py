@@ -248,6 +248,7 @@ class EnsembleReward(Reward):
         budgets = [m.batch_tokens for m in self._members if m.batch_tokens is not None]
         self.batch_tokens = min(budgets, default=None)
         self.early = all(member.early for member in self._members)
+        self.concurrent_calls = min(member.concurrent_calls for member in self._members)
         self.fields = frozenset[str]().union(*(member.fields for member in self._members))
         confined = [member.protections for member in self._members]
         self.protections = {name: how for one in confined for name, how in one.items()}

@@ -64,8 +64,11 @@ class Reward(ABC):
     and response). A single row may have more. None: a call has all rows of the shard."""
     early: bool = False
     """True if rows should be scored as soon as they are finished, while others of their shard are still generated. This
-    is for slow rewards. The score of a row must not depend on the other rows of a call. A call then has any rows of a
-    step, and the number of calls varies from run to run."""
+    is for slow rewards. The score of a row must not depend on the other rows of a call. Which rows share a call then
+    varies from run to run."""
+    concurrent_calls: int = 1
+    """Number of calls that may run at the same time, if the reward is `early`. With 1, further calls wait for the
+    first."""
     fields: frozenset[str] = frozenset()
     """Names of the prompts' fields that the reward reads. Every prompt must have them."""
     protections: Mapping[str, str | None] = MappingProxyType({})

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,8 @@ from stages.rewards.protocol import BudgetSpent, RewardFailed
 _RETRY_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses of errors that may be temporary. Gateways use codes of their own above 504."""
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+_SLOT_S = 0.01
+"""Seconds between two looks for a free slot."""
 _LOG_INTERVAL_S = 10.0
 _MAX_SHOWN_CHARS = 300
 """Maximum number of characters of a server's message that an error message quotes."""
@@ -58,6 +61,9 @@ class Endpoint:
     retry_s: float
     """Longest time without an answer from the judge to any question of a call, in seconds. During this time, failed
     requests are tried again. If the next try would come later, the call fails."""
+
+    slots: threading.Semaphore
+    """Limits the requests of all calls to `concurrency` at a time."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +187,15 @@ async def _ask_all(
             async with slots:
                 if ends:
                     return
+                while not endpoint.slots.acquire(blocking=False):  # calls in other threads have taken them
+                    await asyncio.sleep(_SLOT_S)
                 try:
                     received = await _ask_until_answered(session, endpoint, of, retries, key, spending)
                 except BudgetSpent as end:
                     ends.append(end)
                     return
+                finally:
+                    endpoint.slots.release()
             on_answer(name, received)
             answers[name] = received.answer
 

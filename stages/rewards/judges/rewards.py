@@ -13,6 +13,7 @@ import importlib
 import ipaddress
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -121,7 +122,9 @@ class JudgeReward(Reward):
         _check_body(body or {})
         if retry_s < timeout_s:
             raise UnfitReward(Problem("retry_s", retry_s, f"must be timeout_s ({timeout_s:g}) or more"))
-        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, retry_s)
+        self._endpoint = Endpoint(
+            url.rstrip("/"), key_env, concurrency, timeout_s, retry_s, threading.Semaphore(concurrency)
+        )
         how = {"max_tokens": max_tokens}
         if read == "likelihood":
             how = {"max_tokens": 1, "logprobs": True, "top_logprobs": likeliest}
@@ -130,6 +133,7 @@ class JudgeReward(Reward):
         own = None if _directory is None else _directory / ANSWERS
         self._cache = AnswerCache(own if cache is None else Path(cache))
         self.early = against != GROUP
+        self.concurrent_calls = concurrency
         judge = {**self._body, "rubric": self.rubric.template_pieces, "system": system, "against": against}
         self._spending = UsageFile(budget, own, question_key(judge)[:12])
 

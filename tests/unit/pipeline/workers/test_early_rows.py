@@ -59,9 +59,9 @@ def rollout(last: int = 9) -> Rollout:
 
 
 @contextmanager
-def opened(*rewards: Lengths) -> Iterator[tuple[EarlyScorer, list[Part]]]:
+def opened(*rewards: Lengths, calls: int = 1) -> Iterator[tuple[EarlyScorer, list[Part]]]:
     parts = [Part(f"part{i}", 1.0 + i, reward) for i, reward in enumerate(rewards)]
-    scorer = EarlyScorer(lambda _: parts, lambda rows: samples_of(ByteTokenizer(), rows, [{}] * rows.num_rows))
+    scorer = EarlyScorer(lambda _: parts, lambda rows: samples_of(ByteTokenizer(), rows, [{}] * rows.num_rows), calls)
     try:
         yield scorer, parts
     finally:
@@ -110,11 +110,11 @@ def test_a_row_that_was_sampled_again_is_scored_again() -> None:
 def test_a_failure_is_reported_by_the_node_that_waits_for_the_call() -> None:
     reward = Lengths(fails=True)
     with opened(reward) as (scorer, parts):
-        scorer.accept(OTHER, rollout().rows(slice(0, 1)))
+        scorer.accept(SHARD, rollout().rows(slice(0, 1)))
         reward.begun.wait()
         with ThreadPoolExecutor(1) as node:
             asked = node.submit(scored, scorer, parts, rollout())
-            while not scorer._waiting_nodes:
+            while not scorer._nodes:
                 time.sleep(0.001)
             reward.go.set()
             with pytest.raises(RewardFailed, match="'part0': no"):
@@ -122,6 +122,19 @@ def test_a_failure_is_reported_by_the_node_that_waits_for_the_call() -> None:
         assert reward.calls == [[40]]
         reward.fails = False
         np.testing.assert_array_equal(scored(scorer, parts, rollout()).scores, [1, 2, 3, 4])
+
+
+def test_as_many_calls_run_at_once_as_the_rewards_allow() -> None:
+    reward = Lengths()
+    with opened(reward, calls=2) as (scorer, parts):
+        for row in range(3):
+            scorer.accept(Address("generate", 3, row), rollout().rows(slice(row, row + 1)))
+            while len(reward.calls) < min(row + 1, 2):
+                time.sleep(0.001)
+        assert not scorer._may_call()
+        reward.go.set()
+        scored(scorer, parts, rollout())
+    assert reward.calls[:2] == [[40], [41]]
 
 
 def test_rows_are_refused_if_no_reward_is_early() -> None:

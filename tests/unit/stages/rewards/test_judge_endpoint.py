@@ -144,7 +144,7 @@ def test_likelihoods_are_asked_for_and_read() -> None:
 @pytest.mark.parametrize("limit", [4, 110])
 def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
     """The server answers no request before that many are present together. An HTTP pool has a limit of its own, often
-    100."""
+    100. Two calls at once share the limit."""
     together = threading.Barrier(limit)
 
     def judge(body: Mapping[str, Any]) -> Reply:
@@ -152,8 +152,10 @@ def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
         return by_length(body)
 
     with serving(judge) as served:
-        asked = [str(number) for number in range(100, 100 + 3 * limit)]
-        assert scores(judge_of(served, concurrency=limit), *asked) == [3.0] * (3 * limit)
+        asked = [str(number) for number in range(100, 100 + 4 * limit)]
+        ask, halves = partial(scores, judge_of(served, concurrency=limit)), (asked[: 2 * limit], asked[2 * limit :])
+        with ThreadPoolExecutor(2) as threads:
+            assert [*threads.map(lambda half: ask(*half), halves)] == [[3.0] * (2 * limit)] * 2
     assert served.most_at_once == limit
 
 

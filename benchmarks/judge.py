@@ -3,10 +3,11 @@ scored over HTTP by a server on loopback that waits as a remote one does; gangs 
 advantages and training. Few rows are decoded together and nothing but the policy is trained, so that generation or
 judging is what a step waits for, also on two cores.
 
-    step time / the longer of generation and judging         1: the other is hidden altogether
+    step time / the longer of generation and scoring     1: the other is hidden altogether
 
 Both are what their gang was busy for per step (the union of its nodes' times, by the ledger). Each latency is run with
-staleness 1 and, for comparison, with 0, where scoring overlaps nothing but the generation of the step's other shards.
+staleness 1 and 0. Rows are scored as soon as they are finished, and for comparison only when their shard is complete;
+the judge then has the requests of one shard at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import argparse
 import asyncio
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,10 +32,10 @@ from typing import Any
 
 from rich.console import Console
 
+import pipeline.driver.run as driver
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.config.loading import load_config
 from pipeline.driver.results import open_history
-from pipeline.driver.run import run
 from storage.address import Address
 from storage.ledger import Ledger
 
@@ -122,16 +124,28 @@ def busy_s(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def measure(folder: Path, name: str, url: str, staleness: int, steps: int) -> Measured:
-    """Run to the end, and return the figures of the steps after the warm-up."""
+@contextmanager
+def rows_wait_for_their_shard() -> Iterator[None]:
+    """Let no row be scored before its shard is complete."""
+    whole = driver._executor_settings
+    driver._executor_settings = lambda config: replace(whole(config), scores_early=False)
+    try:
+        yield
+    finally:
+        driver._executor_settings = whole
+
+
+def measure(folder: Path, name: str, url: str, staleness: int, steps: int, *, early: bool) -> Measured:
+    """Run to the end, and return the figures of the steps after the warm-up. `early`: False to score rows only when
+    their shard is complete."""
     file = folder / "judged.yaml"
     file.write_text(CONFIG)
     judge = {"url": url, "model": "m", "read": "text", "rubric": "{prompt} {response}", "on_unparsed": 0}
     judge |= {"concurrency": ROWS}
     changes = [f"runs_dir={folder}", f"name={name}", f"staleness={staleness}", f"steps={steps}"]
     config = load_config([file], [*changes, f"reward={json.dumps({'kind': 'judge', 'args': judge})}"])
-    with measured_load() as load:
-        run(config, Console(file=StringIO()))
+    with measured_load() as load, nullcontext() if early else rows_wait_for_their_shard():
+        driver.run(config, Console(file=StringIO()))
     ledger = open_history(config).ledger
     first, last = (ledger.find(Address("publish", v)) for v in (WARM_UP_STEPS, steps))
     assert first is not None
@@ -158,30 +172,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = arguments(__doc__ or "", add_arguments)
     latencies, steps, repeats = (LATENCIES_S, options.steps, options.repeats) if not options.quick else ((0.3,), 5, 1)
-    found: dict[tuple[float, int], list[Measured]] = {}
+    found: dict[tuple[float, int, str], list[Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="stageline-judge-") as scratch:
         for repeat in range(repeats):
             for latency_s in latencies:
                 with slow_judge(latency_s) as url:
-                    for staleness in (1, 0):
-                        name = f"judge-{latency_s:g}-{staleness}-{repeat}".replace(".", "_")
-                        measured = measure(Path(scratch), name, url, staleness, steps)
-                        found.setdefault((latency_s, staleness), []).append(measured)
+                    for staleness, when in itertools.product((1, 0), ("row", "shard")):
+                        name = f"judge-{latency_s:g}-{staleness}-{when}-{repeat}".replace(".", "_")
+                        measured = measure(Path(scratch), name, url, staleness, steps, early=when == "row")
+                        found.setdefault((latency_s, staleness, when), []).append(measured)
                         print(f"{name}: {measured}", file=sys.stderr, flush=True)
     figures: dict[str, float] = {}
     rows = []
-    for (latency_s, staleness), of_arm in found.items():
+    for (latency_s, staleness, when), of_arm in found.items():
         names = ("step_s", "generating_s", "judging_s", "training_s", "ratio")
         medians = {name: statistics.median(getattr(m, name) for m in of_arm) for name in names}
         others = max(m.others for m in of_arm)
         numbers = (f"{value:.2f}" for value in medians.values())
-        rows.append((f"{latency_s:g} s", str(staleness), *numbers, f"{others:.0%}"))
-        figures |= {f"latency_{latency_s:g}s/staleness_{staleness}/{name}": value for name, value in medians.items()}
+        rows.append((f"{latency_s:g} s", str(staleness), when, *numbers, f"{others:.0%}"))
+        arm = f"latency_{latency_s:g}s/staleness_{staleness}/after_{when}"
+        figures |= {f"{arm}/{name}": value for name, value in medians.items()}
     report(
         "judge: seconds per PPO step",
-        ("answer", "stale", "s/step", "generate", "judge", "train", "s/step / longer", "others"),
+        ("answer", "stale", "after each", "s/step", "generate", "score", "train", "s/step / longer", "others"),
         rows,
-        [f"{repeats} repeats, medians; {ROWS} rows in {SHARDS} shards, the rows of a shard are asked for at once"],
+        [f"{repeats} repeats, medians; {ROWS} rows in {SHARDS} shards"],
     )
     write_json(options.json, figures)
 

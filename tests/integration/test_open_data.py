@@ -43,6 +43,12 @@ def copied(overlapped: RunConfig, tmp_path: Path) -> Path:
     return Path(shutil.copytree(overlapped.run_dir, tmp_path / "copy"))
 
 
+def test_a_run_and_its_config_have_a_short_text(run: stageline.OpenedRun, overlapped: RunConfig) -> None:
+    steps = overlapped.steps
+    assert repr(run) == f"<run {overlapped.run_dir}: {steps} of {steps} steps done>"
+    assert repr(overlapped).startswith(f"<config of run {overlapped.name}: random:tiny, {steps} steps of ")
+
+
 def test_rows_are_what_the_stages_made(run: stageline.OpenedRun, overlapped: RunConfig) -> None:
     rows = run.rows()
     decode = ByteTokenizer().decode

@@ -21,7 +21,7 @@ def test_an_alarm_ends_a_run_that_can_be_resumed(tmp_path: Path, capsys: pytest.
     database = tmp_path / "mlflow.db"
     command = arguments(
         tmp_path, "stopped", *ALWAYS, "alarms.stop=[entropy]", f"tracking.uri=sqlite:///{database}",
-        "tracking.report=false",
+        "tracking.report=false", "tracking.also=[tensorboard]",
     )  # fmt: skip
     assert main(["run", *command]) == 3
     paths = RunPaths(tmp_path / "runs/stopped")
@@ -38,4 +38,5 @@ def test_an_alarm_ends_a_run_that_can_be_resumed(tmp_path: Path, capsys: pytest.
     assert summary["alarms"] == 2
     with sqlite3.connect(database) as tracked:
         tags = dict(tracked.execute("select key, value from tags").fetchall())
+    assert list(paths.root.glob("tensorboard/events.out.tfevents.*"))
     assert tags["alarm.entropy"].endswith("below 100 (alarms.entropy_below), 3 steps in a row")

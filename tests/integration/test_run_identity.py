@@ -168,11 +168,12 @@ def test_weights_of_a_run_that_died_at_its_end_are_let_go(copy: Path, capsys: py
     assert f"complete: {copy} has all 2 steps, and nothing was left to compute" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_longer_and_evaluates(copy: Path) -> None:
+def test_a_run_goes_on_longer_and_evaluates(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The changes are stated, and commits of both configs belong to the run. Earlier versions are published again
     for the evaluation."""
     changes = ["steps=3", "evaluate.every=2", "checkpoint.every=2", "cluster.attempts=5"]
     assert main(["resume", str(copy), *changes]) == 0
+    assert "the learning rates stay constant, as they were" in " ".join(capsys.readouterr().out.split())
     config = read_saved_config(str(copy))
     assert (config.steps, config.checkpoint.every) == (3, 2)
     first, second = identity_of(copy).statements

@@ -337,7 +337,7 @@ def test_a_bad_config_is_refused_by_its_key(base: Path, monkeypatch: pytest.Monk
         ("stalenes=1", "staleness"),
         ("run_dir=x", "runs_dir"),  # derived, an attribute of the config
         ("slurm.qos=long", "slurm.sbatch"),
-        ("cluster.migrate_rows_below=8", "cluster.migrate_rows=true?"),
+        ("cluster.migrate_row=true", "cluster.migrate_rows?"),
         ("engine.kernels=torch", "engine.embedded.kernels"),  # the same word elsewhere
         ("placement.gangs.train.worker=2", "placement.gangs.train.workers"),
         ("learning_rate=1e-5", "model.policy.lr, model.critic.lr?"),  # another system's

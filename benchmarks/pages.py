@@ -34,6 +34,7 @@ from pipeline.observe.journal import Event, EventKind, read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 NONE, UNSEEN, OPEN = "no dashboard", "dashboard, not opened", "page open"
+ARMS = (NONE, UNSEEN, OPEN)
 LOOK_S = 0.1
 LOGGED = "time/step_s"
 """The metric of a step that is known last."""
@@ -147,13 +148,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = arguments(__doc__ or "", add_arguments)
     repeats, config = (1, "tiny") if options.quick else (options.repeats, "demo")
-    arms = (NONE, UNSEEN, OPEN)
-    found: dict[str, list[Ran]] = {arm: [] for arm in arms}
+    found: dict[str, list[Ran]] = {arm: [] for arm in ARMS}
     reports: list[tuple[float, float]] = []
     with measured_load() as load, tempfile.TemporaryDirectory(prefix="stageline-pages-") as place:
         for repeat in range(repeats):
-            for arm in arms:
-                folder = Path(place) / f"{arms.index(arm)}-{repeat}"
+            for arm in ARMS:
+                folder = Path(place) / f"{ARMS.index(arm)}-{repeat}"
                 found[arm].append(run(config, options.steps, arm, folder))
                 print(f"{arm}, repeat {repeat + 1}: {found[arm][-1].step_s:.3f} s a step", file=sys.stderr, flush=True)
         made, out = options.run or folder / "seen", Path(place) / "report.html"
@@ -162,7 +162,7 @@ def main() -> None:
     figures: dict[str, float] = {"others_load": load().others, "report/bytes": size}
     figures["report/wall_s"], figures["report/cpu_s"] = (statistics.median(one) for one in zip(*reports, strict=True))
     rows = []
-    for arm in arms:
+    for arm in ARMS:
         step, driver = (statistics.median(getattr(ran, name) for ran in found[arm]) for name in ("step_s", "driver_s"))
         late = [delay for ran in found[arm] for delay in ran.mlflow_s]
         looks = [took for ran in found[arm] for took in ran.looks]

@@ -1,9 +1,10 @@
 """Settings of all tests: one thread per process, no hub, skips that name what is missing, tiers, the order of files.
 
-`make test` runs the quick tests, `make test-all` also those marked `full`. Both run two processes of pytest side by
-side (`-n 2 --dist loadfile`). A process takes the next file when it is done with one. A file's tests stay in one
-process, so that its fixtures are made once. No test may count on having the machine to itself, and every file closes
-what it opens (`tests/support/leaks.py` checks it). `python -m pytest` alone runs all tests in one process.
+`make test` runs the quick tests, `make test-all` also those marked `full`. Both run three processes of pytest side by
+side (the Makefile's WORKERS: `-n 3 --dist loadfile`), which keep two cores busy, since many tests wait. A process takes
+the next file when it is done with one. A file's tests stay in one process, so that its fixtures are made once. No test
+may count on having the machine to itself, and every file closes what it opens (`tests/support/leaks.py` checks it).
+`python -m pytest` alone runs all tests in one process.
 """
 
 from __future__ import annotations

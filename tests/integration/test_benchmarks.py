@@ -2,7 +2,8 @@
 
 `--quick` takes other paths through a script than a measurement does, so it hides what a measurement would fail at. Here
 a script runs as it is measured, in a copy of the repository's folders that it reads, in which a model of four small
-blocks stands in the place of the demo's. Figures mean nothing, and are not looked at.
+blocks stands in the place of the demo's. Figures mean nothing, and are not looked at. Of arms that take the same lines
+of a script one is run; `tests/unit/benchmarks/test_arms.py` validates the configs of all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Cut:
 
 
 FROZEN = 1
-LAST_WORKLOAD = f"{{k: [c.replace('=28', '={FROZEN}') for c in v] for k, v in [*m.WORKLOADS.items()][-1:]}}"
+LAST_WORKLOADS = f"{{k: [c.replace('=28', '={FROZEN}') for c in v] for k, v in [*m.WORKLOADS.items()][-2:]}}"
 ONE_REPEAT = "best = m.best_seconds; m.best_seconds = lambda work: best(work, 1)"
 FEW_PARAMETERS = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -40,19 +41,22 @@ FEW_PARAMETERS = {
 }  # fmt: skip
 CUTS = {
     # float32: transformers' bfloat16, in the arm `naive`, takes minutes on a CPU without instructions for it
-    "ablation": Cut("--no-peer --steps 2 --dtypes float32 --arms naive refit overlap migration plan"),
+    "ablation": Cut("--no-peer --steps 2 --dtypes float32 --arms naive refit overlap plan"),
     "device_sharing": Cut("--steps 2"),
     "generation": Cut(lines=f"whole = m.workload; m.workload = lambda *_: whole(2, 16_000, 16); {ONE_REPEAT}"),
     "judge": Cut("--steps 4", "m.LATENCIES_S = (0.01,); m.CONFIG = m.CONFIG.replace(': 96', ': 8')"),
     "memory": Cut("--updates 1 --dtypes bfloat16 --threads 1", "m.SAMPLED = (64,); m.ROWS, m.MICRO_ROWS = 4, 2"),
-    "migration": Cut(lines="m.LENGTHS, m.TAIL, m.THREE = (32,), ((2, 4), (2, 8)), ((2, 4), (4, 6), (8, 12))"),
-    "object_store": Cut("--steps 2"),
-    # the other workload is the demo's config without changes
-    "overlap": Cut("--steps 4", f"m.ARMS = m.ARMS[:2]; m.WORKLOADS = {LAST_WORKLOAD}"),
-    "pages": Cut("--steps 2"),
+    "migration": Cut(lines="m.LENGTHS, m.TAIL, m.THREE = (32,), ((2, 4), (2, 8)), ((2, 4), (8, 12))"),
+    "object_store": Cut("--steps 2", "del m.ARMS['S3, 0 ms']"),
+    # the first workload is the demo's config without changes
+    "overlap": Cut("--steps 3", f"m.ARMS = m.ARMS[:1]; m.WORKLOADS = {LAST_WORKLOADS}"),
+    "pages": Cut("--steps 2", "m.ARMS = (m.NONE, m.OPEN)"),
     "pipeline_decode": Cut(lines="m.NUM_ROWS = (2,)"),
-    "planning": Cut("--runs tiny --steps 6", "m.WORKLOADS['tiny'] = m.first_variants(m.WORKLOADS['tiny'], 3)"),
-    "ppo_step": Cut("--no-peer --steps 1 --threads 1 --arms", "sys.argv += [m.ARMS[0].name, m.ARMS[-1].name]"),
+    "planning": Cut("--runs tiny --steps 4", "m.WORKLOADS['tiny'] = m.first_variants(m.WORKLOADS['tiny'], 2)"),
+    "ppo_step": Cut(
+        "--no-peer --steps 1 --threads 1 --arms",
+        "m.ROWS, m.WARM_UP = 4, 1; sys.argv += [m.ARMS[0].name, m.ARMS[-1].name]",
+    ),
     "predicted_memory": Cut("--heaps returned --only", f"sys.argv += [*m.CASES][:1]; m.SIZES |= {FEW_PARAMETERS}"),
     "publish": Cut(lines=f"m.SHAPES['0.5B'] = {FEW_PARAMETERS}; m.LAYOUTS = dict(list(m.LAYOUTS.items())[:2])"),
     "refit": Cut(),
@@ -84,8 +88,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "assets").mkdir()
     (folder / "assets" / MOVIE_REVIEWS.name).symlink_to(MOVIE_REVIEWS.resolve())
     small_model(folder / "assets" / SMOLLM2.name, SMOLLM2, blocks=4)
-    replace_in(folder / "conf/run/demo.yaml", {"frozen_blocks: 24": f"frozen_blocks: {FROZEN}"})
-    replace_in(folder / "benchmarks/ablation.yaml", {"{rows: 16": "{rows: 4", "new_tokens: 96": "new_tokens: 16"})
+    demo = {"frozen_blocks: 24": f"frozen_blocks: {FROZEN}", "{rows: 32,": "{rows: 8,", "held_out: 96": "held_out: 8"}
+    replace_in(folder / "conf/run/demo.yaml", demo)
+    replace_in(folder / "benchmarks/ablation.yaml", {"{rows: 16": "{rows: 4", "new_tokens: 96": "new_tokens: 8"})
+    replace_in(folder / "benchmarks/ppo_step.yaml", {"{rows: 16,": "{rows: 4,"})
+    # its workers, whose module is not `m`, look at it
+    replace_in(folder / "benchmarks/refit.py", {"UPDATES_S = 5.0": "UPDATES_S = 0.1", "256, 64\n": "256, 16\n"})
     return folder
 
 

@@ -59,7 +59,6 @@ CASES = {
         LayoutConfig(tensor=2, sequence_parallel=True), sizes={"num_key_value_heads": 1, "intermediate_size": 57}
     ),
     "PP2, distributed optimizer": Case(LayoutConfig(pipeline=2, distributed_optimizer=True)),
-    "DP2, bfloat16 state": Case(LayoutConfig(), state="bfloat16"),
     "DP2, distributed optimizer, bfloat16 state": Case(
         LayoutConfig(distributed_optimizer=True), kernels="portable", state="bfloat16"
     ),

@@ -160,7 +160,7 @@ def end_early(host: MegatronHost, watch: Watch, step: int) -> None:
 
 
 def learn(case: Case, root: Path, directory: Path, index: int, size: int, *, overlapping: bool) -> None:
-    """Make three PPO steps, save after the second, and make the last again from there."""
+    """Make three PPO steps. If the exchange overlaps, save after the second, and make the last again from there."""
     watch = Watch()
     options = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
     with (
@@ -175,8 +175,8 @@ def learn(case: Case, root: Path, directory: Path, index: int, size: int, *, ove
             host.load(Role.POLICY, None)
             watch.events.clear()
         found = updates(host, range(2))
-        for role in TRAINED:
-            path = directory / f"saved{overlapping}" / role
+        for role in TRAINED if overlapping else ():
+            path = directory / "saved" / role
             if index == 0:
                 path.mkdir(parents=True)
             torch.distributed.barrier()
@@ -186,9 +186,10 @@ def learn(case: Case, root: Path, directory: Path, index: int, size: int, *, ove
         events = [*watch.events]
         if fails:
             end_early(host, watch, 3)
-        for role in TRAINED:
-            host.load(role, directory / f"saved{overlapping}" / role)
-        assert updates(host, range(2, 3)) == found[2:], "goes on bit for bit"
+        if overlapping:
+            for role in TRAINED:
+                host.load(role, directory / "saved" / role)
+            assert updates(host, range(2, 3)) == found[2:], "goes on bit for bit"
         host.close()
     torch.save(
         (found, events, {role: len(of_role) for role, of_role in groups.items()}),

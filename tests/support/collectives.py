@@ -3,8 +3,8 @@
 run_ranks(function, 4)  ─► function(index) in four processes, and for each process group that they join and leave
     watched() as calls:  a rank's work            ─► calls: [Call(group, operation, shapes, thread), ...]
     one_order([calls of rank 0, of rank 1, ...])  ─► fails if the ranks would wait for one another for ever, if they
-                                                     come to the same collective with different shapes, or if a group
-                                                     is used by two threads
+                                                     come to the same collective with different shapes or dtypes, or
+                                                     if a group is used by two threads
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Call:
     peer: int
     """The other rank of a send or a receive; -1 for collectives."""
     thread: str
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 class _Recorder(TorchDispatchMode):
@@ -78,15 +79,16 @@ class _Recorder(TorchDispatchMode):
             # one rank has the parts of all
             common = {"gather": "input_tensors", "scatter": "output_tensors"}.get(name)
             leaves = tree_leaves(named[common] if common else list(args))
-            shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             self.calls.append(
                 Call(
                     ranks,
                     group.group_name,
                     name,
-                    shapes,
+                    tuple(tuple(tensor.shape) for tensor in tensors),
                     ranks[peer] if peer >= 0 else -1,
                     threading.current_thread().name,
+                    tuple(tensor.dtype for tensor in tensors),
                 )
             )
         return func(*args, **(kwargs or {}))
@@ -185,11 +187,11 @@ def one_order(calls: Sequence[Sequence[Call]]) -> None:
             elif call.operation == "recv":
                 sent = messages[call.peer, place[0], call.group]
                 partners = [place] if sent else []
-                assert not sent or sent.pop(0).shapes == call.shapes
+                assert not sent or _tensors(sent.pop(0)) == _tensors(call)
             else:
                 alike = {p: c for p, c in waiting.items() if (c.group, c.operation) == (call.group, call.operation)}
                 partners = list(alike) if {rank for rank, _ in alike} == set(call.ranks) else []
-                assert not partners or {c.shapes for c in alike.values()} == {call.shapes}, f"{alike}"
+                assert not partners or {_tensors(c) for c in alike.values()} == {_tensors(call)}, f"{alike}"
             for partner in partners:
                 left[partner].popleft()
                 progress = True
@@ -197,3 +199,8 @@ def one_order(calls: Sequence[Sequence[Call]]) -> None:
                 break
     assert {place: queue[0] for place, queue in left.items() if queue} == {}, "these wait for one another"
     assert not any(messages.values()), "sent, and nobody receives it"
+
+
+def _tensors(call: Call) -> tuple[object, ...]:
+    """Return what the ranks' tensors must have in common."""
+    return call.shapes, call.dtypes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.collectives import Call, one_order, run_ranks
 
@@ -39,6 +41,7 @@ def test_calls_that_fit(calls: tuple[list[Call], ...]) -> None:
         ([A, B], [B, A]),
         ([A], []),
         ([A], [reduce("a", shape=(5,))]),
+        ([A], [replace(A, dtypes=(torch.bfloat16,))]),
         ([A, reduce("a", thread="writer")], [A, A]),
         ([message("recv", 1), message("send", 1)], [message("recv", 0), message("send", 0)]),
         ([message("send", 1)], []),

@@ -645,22 +645,21 @@ def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPa
 
 
 def check_parts(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
-    """Build the parts of a reward section, close them, and return a description of each. Raises ConfigError if a part
-    cannot be built. `key`: the section's key path. `trust_answers`: value of `reward.trust_answers`."""
+    """Build the parts of a reward section, close them, and return a description of each. Raises ConfigError with every
+    part that cannot be built. `key`: the section's key path. `trust_answers`: value of `reward.trust_answers`."""
+    alone = [RewardPartsConfig(parts={name: part}) for name, part in section.parts.items()]
+    checks = (partial(_check_part, one, key, trust_answers) for one in (alone if section.kind is None else [section]))
+    return [part for built in run_checks(*checks) for part in built]
+
+
+def _check_part(section: RewardPartsConfig, key: str, trust_answers: bool) -> list[_BuiltPart]:
     try:
         parts = build_parts(section, key, trust_answers=trust_answers)
     except UnfitReward as error:
         raise refusal(error.problem) from error
     close_parts(parts)
     keys = {name: where for name, (where, _) in section.parts_by_name(key).items()}
-    return [
-        _BuiltPart(
-            keys[part.name],
-            part.reward.fields,
-            part.reward.protections,
-        )
-        for part in parts
-    ]
+    return [_BuiltPart(keys[part.name], part.reward.fields, part.reward.protections) for part in parts]
 
 
 def prompts_scored_by(config: RunConfig, prompts: PromptTable, section: str) -> list[np.ndarray]:

@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from distributed import Worker
 
@@ -93,7 +94,7 @@ class RowSender:
         async def send() -> None:
             try:
                 answer = await getattr(self._worker.rpc(sending.target), ACCEPT)(shard=pickle.dumps(shard), row=row)
-            except (OSError, AttributeError):  # the process has died, or was restarted and is not built yet
+            except Exception:  # the process has died, or is not built yet; nothing depends on the row
                 answer = False
             sending.refused |= not answer
 
@@ -127,10 +128,12 @@ class EarlyScorer:
         self._calls: Counter[Address] = Counter()
         """Shard -> number of calls that run."""
         self._scores: OrderedDict[Address, dict[int, RowScores]] = OrderedDict()
-        self._errors: OrderedDict[Address, Exception] = OrderedDict()
+        self._errors: OrderedDict[Address, BaseException] = OrderedDict()
         """Shard -> error of its last call."""
         self._nodes = 0
         """Number of nodes that score a shard at the moment."""
+        self._begun: OrderedDict[Address, None] = OrderedDict()
+        """The last shards whose node has begun. Rows that arrive later are refused."""
         self._closed = False
         for _ in range(concurrent_calls):
             threading.Thread(target=self._score_arrivals, name="early-scores", daemon=True).start()
@@ -144,10 +147,13 @@ class EarlyScorer:
         worker.handlers[ACCEPT] = accept
 
     def accept(self, shard: Address, row: Rollout) -> bool:
-        """Take a row that will be scored soon. Return False if no part of the reward is `early`."""
+        """Take a row that will be scored soon. Return False if no part of the reward is `early`, or if the shard's node
+        has begun."""
         if not any(part.reward.early for part in self._parts_of(shard)):
             return False
         with self._changed:
+            if self._closed or shard in self._begun:
+                return False
             self._arrived.setdefault(shard, []).append(row)
             self._changed.notify_all()
         return True
@@ -161,9 +167,10 @@ class EarlyScorer:
         from its deadline once, and not twice."""
         with self._changed:
             self._nodes += 1
+            self._begun[shard] = None
             self._arrived.pop(shard, None)
             self._errors.pop(shard, None)
-            self._changed.wait_for(lambda: not self._calls[shard])
+            self._changed.wait_for(lambda: not self._calls[shard] and self._calls.total() < self._max_calls)
             error, scores = self._errors.pop(shard, None), self._scores.pop(shard, {})
         try:
             if error is not None:
@@ -192,18 +199,21 @@ class EarlyScorer:
                 shard, rows = self._arrived.popitem(last=False)
                 self._calls[shard] += 1
             scored: list[RowScores] = []
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 scored = score_early(self._parts_of(shard), [s for row in rows for s in self._samples_of(row)])
-            except Exception as raised:
+            except BaseException as raised:
                 traceback.print_exc()  # the node scores these rows again, and reports what is wrong with them
                 error = raised
             with self._changed:
                 self._calls[shard] -= 1
+                if not self._calls[shard]:
+                    del self._calls[shard]
                 self._scores.setdefault(shard, {}).update((one.sample.row, one) for one in scored)
                 if error is not None:
                     self._errors[shard] = error
-                for kept in (self._scores, self._errors):
+                kept: OrderedDict[Address, Any]
+                for kept in (self._scores, self._errors, self._begun):
                     while len(kept) > _MAX_SHARDS:
                         kept.popitem(last=False)
                 self._changed.notify_all()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +257,16 @@ class EnsembleReward(Reward):
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         answers = [member(samples) for member in self._members]
-        scores = np.stack([_member_scores(one, len(samples)) for one in answers])
+        scores = [_member_scores(one, len(samples)) for one in answers]
+        mean = _added(scores) / len(scores)
+        deviation = np.sqrt(_added([(one - mean) ** 2 for one in scores]) / len(scores))
         measured = {
             f"{name}-{of}": numbers
             for name, one in zip(self._names, answers, strict=True)
             if isinstance(one, Scored)
             for of, numbers in one.measured.items()
         }
-        return Scored({"": scores.mean(axis=0).tolist()}, scores.std(axis=0).tolist(), measured)
+        return Scored({"": mean.tolist()}, deviation.tolist(), measured)
 
     def follow(self, samples: Sequence[Sample]) -> None:
         for member in self._members:
@@ -290,4 +293,10 @@ def _member_scores(answer: Sequence[float] | Scored, rows: int) -> np.ndarray:
     for array in arrays:
         if array.shape != (rows,):
             raise ValueError(f"a member gave {array.shape} scores for {rows} rows")
-    return np.sum(arrays, axis=0)
+    return _added(arrays)
+
+
+def _added(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum of arrays, one added after another. numpy's sum along an axis adds in an order that depends on the
+    number of rows."""
+    return reduce(np.add, arrays)

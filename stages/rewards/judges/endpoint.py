@@ -25,9 +25,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ class Endpoint:
 
     slots: threading.Semaphore
     """Limits the requests of all calls to `concurrency` at a time."""
+    retries: Retries
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,28 @@ class _Completion:
     """Tokens of the prompt and of the completion, if the server counted them."""
 
 
-class _Retries:
-    """Time of the judge's last answer, and the time until which the judge wants no requests. All questions of a call
-    share both times."""
+class Retries:
+    """Time of the judge's last answer, and the time until which the judge wants no requests. All calls share both
+    times, also those that run at once in several threads."""
 
-    def __init__(self, now: float, retry_s: float) -> None:
-        self._retry_s, self.answered, self.quiet_until = retry_s, now, now
-        self._said = -math.inf
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self.answered = self.quiet_until = self._said = -math.inf
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call. The time without an answer begins with the first of the calls that run."""
+        with self._lock:
+            if not self._calls:
+                self.answered = max(self.answered, time.monotonic())
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
 
     def log_rarely(self, now: float, text: str) -> None:
         """Write `text` to the worker's log, unless a text was written in the last `_LOG_INTERVAL_S` seconds. Without
@@ -137,9 +153,12 @@ def ask_endpoint(
         BudgetSpent: the budget is used up. The answers of requests under way are kept.
     """
     try:
-        return _run_to_end(_ask_all(endpoint, questions, on_answer, spending))
+        with endpoint.retries.call():
+            return _run_to_end(_ask_all(endpoint, questions, on_answer, spending))
     except ExceptionGroup as group:
-        raise group.exceptions[0] from None
+        first = group.exceptions[0]
+    first.__context__ = None  # it would be the group, which holds `first`: such a cycle cannot be pickled
+    raise first
 
 
 def _run_to_end(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
@@ -177,7 +196,7 @@ async def _ask_all(
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     answers: dict[str, Answer] = {}
     slots = asyncio.Semaphore(endpoint.concurrency)
-    retries = _Retries(time.monotonic(), endpoint.retry_s)
+    retries = endpoint.retries
     ends: list[BudgetSpent] = []
     # aiohttp's default is 100 connections, and a request's time-out also runs while it waits for a connection.
     connector = aiohttp.TCPConnector(limit=endpoint.concurrency)
@@ -208,7 +227,7 @@ async def _ask_all(
 
 
 async def _ask_until_answered(
-    session: Any, endpoint: Endpoint, question: SentQuestion, retries: _Retries, key: str | None, spending: UsageFile
+    session: Any, endpoint: Endpoint, question: SentQuestion, retries: Retries, key: str | None, spending: UsageFile
 ) -> ReceivedAnswer:
     tries = 0
     while True:

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ from stages.models.spec import is_random, read_spec
 from stages.rewards.config import RETRY_S, TIMEOUT_S
 from stages.rewards.judges.answers import AnswerCache, question_key
 from stages.rewards.judges.budget import Budget, UsageFile
-from stages.rewards.judges.endpoint import Endpoint, ReceivedAnswer, SentQuestion, ask_endpoint
+from stages.rewards.judges.endpoint import Endpoint, ReceivedAnswer, Retries, SentQuestion, ask_endpoint
 from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, score_rows
 from stages.rewards.learned import (
     DTYPES,
@@ -122,9 +123,8 @@ class JudgeReward(Reward):
         _check_body(body or {})
         if retry_s < timeout_s:
             raise UnfitReward(Problem("retry_s", retry_s, f"must be timeout_s ({timeout_s:g}) or more"))
-        self._endpoint = Endpoint(
-            url.rstrip("/"), key_env, concurrency, timeout_s, retry_s, threading.Semaphore(concurrency)
-        )
+        limit, retries = threading.Semaphore(concurrency), Retries(retry_s)
+        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, retry_s, limit, retries)
         how = {"max_tokens": max_tokens}
         if read == "likelihood":
             how = {"max_tokens": 1, "logprobs": True, "top_logprobs": likeliest}
@@ -134,6 +134,10 @@ class JudgeReward(Reward):
         self._cache = AnswerCache(own if cache is None else Path(cache))
         self.early = against != GROUP
         self.concurrent_calls = concurrency
+        self._lock = threading.Lock()
+        """Guards `_asked`."""
+        self._asked: dict[str, Future[dict[str, Answer]]] = {}
+        """Key of a question that a call is asking -> the answers of that call."""
         judge = {**self._body, "rubric": self.rubric.template_pieces, "system": system, "against": against}
         self._spending = UsageFile(budget, own, question_key(judge)[:12])
 
@@ -142,7 +146,7 @@ class JudgeReward(Reward):
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions. The judge is asked once for each question that is not in
-        the cache. Raises the errors of `ask_endpoint`."""
+        the cache and that no other call is asking. Raises the errors of `ask_endpoint`."""
         asked = [SentQuestion(question, {**self._body, "messages": list(question.messages)}) for question in questions]
         keys = [question_key(one.body) for one in asked]
         self._cache.refresh()
@@ -159,8 +163,24 @@ class JudgeReward(Reward):
             }
             self._cache.add(key, received.answer, about)
 
-        if missing:
-            answers |= ask_endpoint(self._endpoint, missing, keep, self._spending)
+        with self._lock:
+            elsewhere = {key: self._asked[key] for key in missing if key in self._asked}
+            mine: Future[dict[str, Answer]] = Future()
+            asking = {key: one for key, one in missing.items() if key not in elsewhere}
+            self._asked |= dict.fromkeys(asking, mine)
+        try:
+            if asking:
+                mine.set_result(ask_endpoint(self._endpoint, asking, keep, self._spending))
+                answers |= mine.result()
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                for key in asking:
+                    del self._asked[key]
+        for key, other in elsewhere.items():  # raises the other call's error
+            answers[key] = other.result()[key]
         return [answers[key] for key in keys]
 
     def counts(self) -> Mapping[str, float]:

@@ -94,6 +94,14 @@ def test_check_tries_the_reward_of_a_config_with_other_mistakes(
     assert "own_rewards" not in capsys.readouterr().err
 
 
+def test_every_wrong_part_of_a_reward_is_named(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parts = "reward={kind: null, parts: {a: {kind: nonsense}, b: {kind: vader}, c: {kind: length}}}"
+    assert main(["check", *sources, parts]) == 2
+    said = capsys.readouterr().err
+    named = [line.removeprefix("refused ").partition(":")[0] for line in said.splitlines()]
+    assert named == ["reward.parts.a.kind", "reward.parts.c.args.target"]
+
+
 def test_a_field_that_the_prompts_lack_is_reported_once(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Both the check of the prompts and the trial of the reward find it."""
     assert main(["check", *sources, "evaluate.reward.kind=answer"]) == 2

@@ -7,8 +7,10 @@ import asyncio
 import json
 import math
 import os
+import pickle
 import signal
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -157,6 +159,33 @@ def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
         with ThreadPoolExecutor(2) as threads:
             assert [*threads.map(lambda half: ask(*half), halves)] == [[3.0] * (2 * limit)] * 2
     assert served.most_at_once == limit
+
+
+def test_a_question_of_several_calls_at_once_is_asked_once() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def judge(body: Mapping[str, Any]) -> Reply:
+        asked.set()
+        answer.wait(120)
+        return by_length(body)
+
+    with serving(judge) as served, ThreadPoolExecutor(2) as threads:
+        reward = judge_of(served)
+        first = threads.submit(scores, reward, "a", "bb")
+        asked.wait(120)
+        second = threads.submit(scores, reward, "bb", "ccc")
+        while len(served.asked) < 3:
+            time.sleep(0.001)
+        answer.set()
+        assert (first.result(), second.result()) == ([1.0, 2.0], [2.0, 3.0])
+    assert sorted(map(asked_text, served.asked)) == ["p -> a", "p -> bb", "p -> ccc"]
+
+
+def test_a_judges_failure_can_be_sent_to_the_driver() -> None:
+    with serving(lambda _: Reply("no", 404)) as served, pytest.raises(RewardFailed) as failure:
+        scores(judge_of(served), "a", "bb")
+    assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)
+    assert failure.value.__context__ is None
 
 
 def test_rubbish_is_counted_and_gets_the_stated_score() -> None:

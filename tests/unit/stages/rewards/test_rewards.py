@@ -260,3 +260,12 @@ def test_score_refuses_what_is_not_one_number_per_row(given: Any, said: str) -> 
 def test_score_refuses_wrong_counts_of_extras() -> None:
     with pytest.raises(ValueError, match="1 extras were given for 2 rows"):
         scores_of([0.0, 0.0], TWO, [{}])
+
+
+def test_an_ensemble_scores_a_row_alone_as_among_others() -> None:
+    """numpy adds nine numbers along an axis in another order if the array has one column."""
+    members = {f"m{i}": {"kind": "length", "args": {"target": 3 + 7 * i}} for i in range(9)}
+    reward, rows = make("ensemble", members=members), [sample("a" * n) for n in (1, 5, 11, 40)]
+    together, alone = reward(rows), [reward([row]) for row in rows]
+    assert together.parts[""] == [one.parts[""][0] for one in alone]
+    assert together.disagreement == [one.disagreement[0] for one in alone]

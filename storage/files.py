@@ -21,6 +21,7 @@ Every retried operation must be harmless when repeated, even if the first try su
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
@@ -84,14 +86,25 @@ def open_root(url: str, durability: Durability = DEFAULT) -> Root:
         )
     # A cached listing would hide what other processes have written since. With a concurrency above 1 s3fs asks for the
     # size of a file before each read, to fetch a large one in pieces; ours are small.
-    options = {"max_concurrency": 1} if protocol in ("s3", "s3a") else {}
     try:
+        options = {"max_concurrency": 1, "session": _s3_session()} if protocol in ("s3", "s3a") else {}
         fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:  # it names the package that this protocol needs
         raise StoreRefused(f"{redacted_text(url)}: {error}") from error
     if protocol in ("file", "local"):
         return Root(None, str(Path(path).absolute()), durability)
     return Root(fs, path.rstrip("/"), durability)
+
+
+@cache
+def _s3_session() -> Any:
+    """Return the session of all S3 clients of this process. It does not ask servers to agree before they get the body
+    of an upload (`Expect: 100-continue`): aiohttp would wait for that without a time-out, so a server that takes the
+    connection and never answers would hold up its client for ever."""
+    handlers = importlib.import_module("botocore.handlers")
+    session = importlib.import_module("aiobotocore.session").AioSession()
+    session.unregister("before-call.s3", handlers.add_expect_header)
+    return session
 
 
 def read(root: Root, key: str) -> bytes | None:

@@ -122,6 +122,7 @@ def test_a_server_that_stays_away_is_named(bucket: str, faults: Faults, monkeypa
             away = s3fs.S3FileSystem(
                 endpoint_url=f"http://127.0.0.1:{port}",
                 config_kwargs={"read_timeout": 0.1, "retries": {"max_attempts": 0}},
+                session=files._s3_session(),
                 skip_instance_cache=True,
             )
             with pytest.raises(StoreUnavailable):

@@ -189,7 +189,9 @@ class Ledger:
             records = {address: files.read(self._root, _key(address)) for address in addresses}
             missing = [str(address) for address, data in records.items() if data is None]
             if missing:
-                raise MissingOutput(f"{self.url}: steps {first} and on are over, but there is no record of {missing}")
+                raise MissingOutput(
+                    f"{self.url}: the steps from {first} on are finished, but these records are missing: {missing}"
+                )
             data = encode_segment({address: data for address, data in records.items() if data is not None})
             files.write_new(self._root, segment_key(first), data)
         self._remove_closed(addresses)

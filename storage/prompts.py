@@ -92,7 +92,7 @@ def _csv(url: str) -> Iterator[Row]:
 def _field_names(cells: list[str], where: str) -> list[str]:
     names = [cell.strip() for cell in cells]
     if "" in names or len({*names}) < len(names):
-        raise RowsError(f"{where}: the first line names the fields, each another: given {', '.join(names)}")
+        raise RowsError(f"{where}: the first line must have a different name for each field: given {', '.join(names)}")
     return names
 
 

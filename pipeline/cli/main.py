@@ -163,7 +163,7 @@ def _may_requeue(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--because", required=True, metavar="TEXT", help="why it ended, if no reason is recorded yet")
     parser.add_argument("--lost", action="store_true", help="its driver, workers or batch node were lost")
     parser.add_argument(
-        "--restarts", required=True, type=int, metavar="N", help="most starts of the job that may be lost"
+        "--restarts", required=True, type=int, metavar="N", help="maximum number of starts of the job that may be lost"
     )
     parser.add_argument(
         "--without-progress", required=True, type=int, metavar="N", help="most requeues in a row without a commit"

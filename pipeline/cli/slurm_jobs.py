@@ -143,7 +143,7 @@ def _log_files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str
     config, paths = read_submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
         if index is not None:
-            raise ConfigError("--index", f"given {index}; needs --gang NAME: a job's output is one")
+            raise ConfigError("--index", f"given {index}; needs --gang NAME, since a job has a single output file")
         record = read_record(paths.job)
         if record is None:
             raise ConfigError(run_dir, "was not submitted as a job; --gang NAME shows what a gang's workers print")

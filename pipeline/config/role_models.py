@@ -182,13 +182,13 @@ def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, othe
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"
     alike = dataclasses.replace(other, num_layers=policy.num_layers, max_positions=policy.max_positions)
     if alike != policy or other.num_layers <= frozen:
-        raise ConfigError(key, f"given {path!r}; {shared}, but its architecture is another: {hint}")
+        raise ConfigError(key, f"given {path!r}; {shared}, but its architecture differs from the policy's: {hint}")
     names = [name for name in tensor_shapes(policy) if _is_frozen(name, frozen)]
     # Loads torch, which takes seconds, and few runs get here.
     weights = import_module("stages.models.hf_weights")
     difference = weights.first_difference(own_path, path, names, config.model.dtype)
     if difference is not None:
-        raise ConfigError(key, f"given {path!r}; {shared}, but its {difference} is another: {hint}")
+        raise ConfigError(key, f"given {path!r}; {shared}, but its {difference} differs from the policy's: {hint}")
 
 
 def _is_frozen(name: str, frozen_blocks: int) -> bool:

@@ -241,9 +241,9 @@ class RunConfig:
         return self._rewards_of(SCORING_MODELS)
 
     def answer_caches(self) -> dict[str, str]:
-        """Return key path of a judge's setting `cache`, such as `reward.args.cache` -> the directory in which this
-        judge stores its answers. Judges without the setting are left out: they store their answers in the run's
-        directory."""
+        """Return a dictionary: key path of a judge's setting `cache` (such as `reward.args.cache`) -> the directory in
+        which this judge stores its answers. Judges without the setting are left out: they store their answers in the
+        run's directory."""
         judges = self._rewards_of(JUDGES)
         return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
 

@@ -179,8 +179,8 @@ def check_recomputed(history: History, repairs: Repairs, address: Address) -> No
     content, expected = history.ledger.get(address).content, repairs.expected_digests[address]
     if content != expected:
         raise StageFailed(
-            f"{address} was made again, and is not what committed outputs were made from: content {content}, theirs is "
-            f"{expected}. Another layout, batch, thread count or library than the one that made it?"
+            f"{address} was computed again, and differs from the output that later commits used (content {content}, it "
+            f"was {expected}). Did the layout, the batch, the number of threads or a library change?"
         )
 
 

@@ -161,12 +161,10 @@ class Combination:
 
 
 def combinations(space: Space, watch: Callable[[str], None] = lambda text: None) -> tuple[list[Combination], bool]:
-    """Return the combinations in which each gang fits in the memory of its devices, and a flag.
+    """Return (the combinations in which each gang fits in the memory of its devices, `exact`).
 
-    The flag is True except in two cases:
-
-    - Some combinations may have been left out because there were too many (`_MOST_COMBINATIONS`).
-    - Some lower bounds are estimates, because the number of shards is large (`Space.sampled`).
+    `exact` is False if combinations may have been left out because there were too many (`_MOST_COMBINATIONS`), or if a
+    lower bound of the step time is only an estimate, because the number of shards is large (`Space.sampled`).
 
     Args:
         watch: called with texts about the progress.

@@ -68,8 +68,8 @@ class NodeCosts(Protocol):
         ...
 
     def engine_queue(self) -> RowQueue[Any] | None:
-        """Return an empty queue for the rows of a replica. Return None if shards of a replica do not slow one another.
-        Then each shard takes `seconds`."""
+        """Return an empty queue for the rows of a replica. Return None if the shards of a replica do not slow one
+        another, so that each shard takes the time that `seconds()` returns."""
         ...
 
     def after_rows_s(self, *, beside: bool) -> float:

@@ -196,9 +196,9 @@ class ExactlyOnceUpdates:
         """Run the updates of these steps once more on their stored inputs, in the order of the steps. Yield (step,
         digest in the commit, digest now). Works with one rank only.
 
-        If this object was made with `same_layout`, the iterator ends after the first difference, because the later
-        commits were trained from other weights. In another layout the digests may differ by rounding, and all steps are
-        run.
+        If this object was made with `same_layout`, stop after the first difference, because the run's later updates
+        started from weights that differ from those here. In another layout the digests may differ by rounding, and all
+        steps are run.
 
         Raises MissingOutput if an update has no commit.
         """

@@ -140,7 +140,7 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     - Draws: Stageline's own code makes them, so the noise depends only on seed, step, row and position
       (`remote/serving/vllm_adapter.py`).
     - Invariance: the other rows of a batch may change the rounding of a row's logits.
-    - Speculative decoding: none. vLLM refuses it together with a logits processor, which makes the draws.
+    - Speculative decoding: none. Tokens are drawn in a logits processor, and vLLM does not allow the two together.
     - New weights: with pipeline stages, batches are in flight between two steps of vLLM. Then weights cannot change
       while rows run.
     """

@@ -35,8 +35,8 @@ class PassCost:
 
 
 def can_fit_line(numbers: Collection[int]) -> bool:
-    """Return True if a line can be fitted to the times of passes with these numbers of rows: if the largest number is
-    at least `SMALLEST_SPREAD` times the smallest. Return False if there are no numbers."""
+    """Return True if these numbers of rows are far enough apart to fit a line to the times of their passes: the largest
+    is at least `SMALLEST_SPREAD` times the smallest. Return False if there are no numbers."""
     return bool(numbers) and max(numbers) >= SMALLEST_SPREAD * min(numbers)
 
 

@@ -238,7 +238,7 @@ def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
 
 def _optimizer_problems(key: str, config: OptimizerConfig, dtype: str) -> Iterator[Problem]:
     if 0 <= config.lr < config.min_lr:
-        yield Problem(f"{key}.min_lr", config.min_lr, f"must be from 0 to {key}.lr = {config.lr}: it is a rate itself")
+        yield Problem(f"{key}.min_lr", config.min_lr, f"must be from 0 to {key}.lr = {config.lr}, since it is a rate")
     elif config.min_lr and config.decay == "constant":
         need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"
         yield Problem(f"{key}.min_lr", config.min_lr, need)

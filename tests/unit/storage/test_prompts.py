@@ -75,7 +75,7 @@ def test_any_filesystem() -> None:
         ("p.txt", "a\nb", "question", "plain", r"prompts\.field: given 'question'; .*prompts\.field=prompt if each"),
         ("p.xml", "a,b", "0", "plain", r"prompts\.url: .*'\.xml'; .* of \.csv, \.jsonl, \.parquet, \.tsv, \.txt\. "),
         ("p.csv", "a,b\nx,y\nz\n", "a", "plain", r"prompts\.url: .*csv line 3: 1 cells, but the first line names 2"),
-        ("p.csv", "a,a\nx,y\n", "a", "plain", r"prompts\.url: .*csv line 1: the first line names the fields"),
+        ("p.csv", "a,a\nx,y\n", "a", "plain", r"prompts\.url: .*csv line 1: the first line must have a different name"),
         ("p.csv", 'a,b\n"x,y\n', "a", "plain", r"prompts\.url: .*p.csv line \d: not CSV"),
         ("p.csv", "a,b\n", "a", "plain", "holds no prompts"),
         ("p.csv", 'a\nx\n\n""\n', "a", "plain", r"prompts\.field: .*csv line 4: 'a' must be a text that is not"),

@@ -251,7 +251,7 @@ class TrtllmAdapter:
 
 
 def _seed(row: ServedRow) -> int:
-    """Return a seed of 63 bits, a hash of what keys the row's noise in other engines."""
+    """Return a hash of 63 bits of the row's seed, step and number. In other engines these are the key of its noise."""
     key = f"{row.seed} {row.step} {row.row}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 

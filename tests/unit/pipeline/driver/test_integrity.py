@@ -107,7 +107,9 @@ def test_one_that_comes_out_differently_is_named(history: History, paths: RunPat
     damage(paths, FIRST)
     repairs = repair_store(history, RunStorage(paths.root))
     scores(history, FIRST, 1.5)
-    with pytest.raises(StageFailed, match=f"{FIRST} was made again, and is not what committed outputs were made from"):
+    with pytest.raises(
+        StageFailed, match=f"{FIRST} was computed again, and differs from the output that later commits used"
+    ):
         check_recomputed(history, repairs, FIRST)
     with pytest.raises(StoreError, match=f"cannot go on: {SECOND}: was made from {FIRST} of attempt "):
         repair_store(history, RunStorage(paths.root))

@@ -86,8 +86,7 @@ class RowSender:
 
     def _sending(self, shard: Address) -> _Sending:
         sending = self._shards.setdefault(shard, _Sending())
-        while len(self._shards) > _MAX_SHARDS:
-            self._shards.popitem(last=False)
+        _keep_newest(self._shards)
         return sending
 
     def _start(self, shard: Address, sending: _Sending, row: bytes) -> None:
@@ -108,7 +107,7 @@ class RowSender:
 
 
 class EarlyScorer:
-    """Owns the threads that score rows as they arrive, and their scores until the row's shard is scored.
+    """Owns the calls that score rows as they arrive, each in a thread, and the scores until the row's shard is scored.
 
     A call has the rows of one shard that have arrived since the last call. If the rewards allow it, several calls run
     at once (`Reward.concurrent_calls`). A node that scores a shard counts as one of them."""
@@ -135,8 +134,6 @@ class EarlyScorer:
         self._begun: OrderedDict[Address, None] = OrderedDict()
         """The last shards whose node has begun. Rows that arrive later are refused."""
         self._closed = False
-        for _ in range(concurrent_calls):
-            threading.Thread(target=self._score_arrivals, name="early-scores", daemon=True).start()
 
     def open(self, worker: Worker) -> None:
         """Let other processes send rows to this one."""
@@ -146,16 +143,20 @@ class EarlyScorer:
 
         worker.handlers[ACCEPT] = accept
 
+    def scores(self, shard: Address) -> bool:
+        """Return True if any part of the reward that scores this shard is `early`."""
+        return any(part.reward.early for part in self._parts_of(shard))
+
     def accept(self, shard: Address, row: Rollout) -> bool:
         """Take a row that will be scored soon. Return False if no part of the reward is `early`, or if the shard's node
         has begun."""
-        if not any(part.reward.early for part in self._parts_of(shard)):
+        if not self.scores(shard):
             return False
         with self._changed:
             if self._closed or shard in self._begun:
                 return False
             self._arrived.setdefault(shard, []).append(row)
-            self._changed.notify_all()
+            self._begin_calls()
         return True
 
     @contextmanager
@@ -168,6 +169,7 @@ class EarlyScorer:
         with self._changed:
             self._nodes += 1
             self._begun[shard] = None
+            _keep_newest(self._begun)
             self._arrived.pop(shard, None)
             self._errors.pop(shard, None)
             self._changed.wait_for(lambda: not self._calls[shard] and self._calls.total() < self._max_calls)
@@ -179,41 +181,46 @@ class EarlyScorer:
         finally:
             with self._changed:
                 self._nodes -= 1
-                self._changed.notify_all()
+                self._begin_calls()
 
     def close(self) -> None:
-        """End the threads. A call of a reward that runs is not waited for."""
+        """Begin no more calls. A call that runs is not waited for."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._arrived.clear()
 
     def _may_call(self) -> bool:
         return bool(self._arrived) and self._calls.total() + self._nodes < self._max_calls
 
-    def _score_arrivals(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._may_call())
-                if self._closed:
-                    return
-                shard, rows = self._arrived.popitem(last=False)
-                self._calls[shard] += 1
-            scored: list[RowScores] = []
-            error: BaseException | None = None
-            try:
-                scored = score_early(self._parts_of(shard), [s for row in rows for s in self._samples_of(row)])
-            except BaseException as raised:
-                traceback.print_exc()  # the node scores these rows again, and reports what is wrong with them
-                error = raised
-            with self._changed:
-                self._calls[shard] -= 1
-                if not self._calls[shard]:
-                    del self._calls[shard]
-                self._scores.setdefault(shard, {}).update((one.sample.row, one) for one in scored)
-                if error is not None:
-                    self._errors[shard] = error
-                kept: OrderedDict[Address, Any]
-                for kept in (self._scores, self._errors, self._begun):
-                    while len(kept) > _MAX_SHARDS:
-                        kept.popitem(last=False)
-                self._changed.notify_all()
+    def _begin_calls(self) -> None:
+        """Begin as many calls as may run now. The caller holds the lock."""
+        while self._may_call():
+            shard, rows = self._arrived.popitem(last=False)
+            self._calls[shard] += 1
+            threading.Thread(target=self._call, args=(shard, rows), name="early-scores", daemon=True).start()
+
+    def _call(self, shard: Address, rows: Sequence[Rollout]) -> None:
+        scored: list[RowScores] = []
+        error: BaseException | None = None
+        try:
+            scored = score_early(self._parts_of(shard), [s for row in rows for s in self._samples_of(row)])
+        except BaseException as raised:
+            traceback.print_exc()  # the node scores these rows again, and reports what is wrong with them
+            error = raised
+        with self._changed:
+            self._calls[shard] -= 1
+            if not self._calls[shard]:
+                del self._calls[shard]
+            self._scores.setdefault(shard, {}).update((one.sample.row, one) for one in scored)
+            _keep_newest(self._scores)
+            if error is not None:
+                self._errors[shard] = error
+                _keep_newest(self._errors)
+            self._begin_calls()
+            self._changed.notify_all()
+
+
+def _keep_newest(of_shards: OrderedDict[Address, Any]) -> None:
+    """Forget the oldest shards above `_MAX_SHARDS`."""
+    while len(of_shards) > _MAX_SHARDS:
+        of_shards.popitem(last=False)

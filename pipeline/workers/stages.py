@@ -155,7 +155,7 @@ def score_shard(parts: WorkerParts, call: Call) -> StageOutput:
         for part in require_part(parts.scorer).parts(held_out=held_out)
         for name, value in part.reward.counts().items()
     }
-    if early is not None and any(part.reward.early for part in require_part(parts.scorer).parts(held_out=held_out)):
+    if early is not None and early.scores(call.inputs[0]):
         counts["score/early_fraction"] = len(scored) / rollout.num_rows
     return StageOutput(record, {"score/mean": float(record.scores.mean()), **counts})
 

@@ -58,10 +58,6 @@ class Endpoint:
     concurrency: int
     timeout_s: float
     """Longest time of one request, in seconds."""
-    retry_s: float
-    """Longest time without an answer from the judge to any question of a call, in seconds. During this time, failed
-    requests are tried again. If the next try would come later, the call fails."""
-
     slots: threading.Semaphore
     """Limits the requests of all calls to `concurrency` at a time."""
     retries: Retries
@@ -108,7 +104,9 @@ class Retries:
     times, also those that run at once in several threads."""
 
     def __init__(self, retry_s: float) -> None:
-        self._retry_s = retry_s
+        self.retry_s = retry_s
+        """Longest time without an answer from the judge to any question, in seconds. During this time, failed requests
+        are tried again. If the next try would come later, the call fails."""
         self.answered = self.quiet_until = self._said = -math.inf
         self._calls = 0
         self._lock = threading.Lock()
@@ -134,7 +132,7 @@ class Retries:
             print(text, file=sys.stderr, flush=True)
 
     def seconds_left(self, now: float) -> float:
-        return self.answered + self._retry_s - now
+        return self.answered + self.retry_s - now
 
 
 def ask_endpoint(
@@ -251,7 +249,7 @@ async def _ask_until_answered(
             asks = "" if outcome.wait_s is None else f" It asks to be left alone for {wait_s:g} s."
             raise RewardFailed(
                 f"the judge at {endpoint.url} has answered nothing for {now - retries.answered:.0f} s of retry_s = "
-                f"{endpoint.retry_s:g}; the last error, for {question.question}, try {tries}: {outcome.reason}."
+                f"{retries.retry_s:g}; the last error, for {question.question}, try {tries}: {outcome.reason}."
                 f"{asks} Nothing is scored without it; all answers so far are kept"
             )
         retries.log_rarely(

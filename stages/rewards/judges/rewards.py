@@ -124,7 +124,7 @@ class JudgeReward(Reward):
         if retry_s < timeout_s:
             raise UnfitReward(Problem("retry_s", retry_s, f"must be timeout_s ({timeout_s:g}) or more"))
         limit, retries = threading.Semaphore(concurrency), Retries(retry_s)
-        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, retry_s, limit, retries)
+        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, limit, retries)
         how = {"max_tokens": max_tokens}
         if read == "likelihood":
             how = {"max_tokens": 1, "logprobs": True, "top_logprobs": likeliest}

@@ -190,7 +190,7 @@ class Ledger:
             missing = [str(address) for address, data in records.items() if data is None]
             if missing:
                 raise MissingOutput(
-                    f"{self.url}: the steps from {first} on are finished, but these records are missing: {missing}"
+                    f"{self.url}: steps from {first} on are finished, but there is no record of {missing}"
                 )
             data = encode_segment({address: data for address, data in records.items() if data is not None})
             files.write_new(self._root, segment_key(first), data)
